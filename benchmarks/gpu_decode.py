@@ -40,7 +40,7 @@ from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder
 from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Request
-from meshwright.kernels import decode, twins
+from meshwright.kernels import decode, references
 from meshwright.kernels.decode import CachedTexts, DecodeLinear
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
@@ -269,8 +269,8 @@ def agreement(model: LanguageModel, a: list[list[int]], b: list[list[int]]) -> s
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """Let every kernel's plain twin run."""
-    with mock.patch.object(twins, "is_triton", lambda x: False):
+    """Let every kernel's plain reference run."""
+    with mock.patch.object(references, "is_triton", lambda x: False):
         yield
 
 

@@ -88,7 +88,7 @@ def check_bytes() -> None:
 
 
 class Total:
-    """A sink, which is overwritten each time."""
+    """A main_grad, which is overwritten each time."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.total = torch.full(shape, torch.nan, device=GPU)
@@ -122,11 +122,11 @@ def check_products() -> None:
         grad = torch.randn(n, outside, device=GPU).bfloat16() * 1e-5
         for use in ("first", "second", "into a total"):
             if use == "into a total":
-                weight.sink = Total(weight.shape)  # type: ignore[attr-defined]
+                weight.main_grad = Total(weight.shape)  # type: ignore[attr-defined]
             x.grad = weight.grad = bias.grad = None
             y = here(x, weight, bias)
             y.backward(grad)
-            of_weight = weight.sink.total if use == "into a total" else weight.grad  # type: ignore[attr-defined]
+            of_weight = weight.main_grad.total if use == "into a total" else weight.grad  # type: ignore[attr-defined]
             assert x.grad is not None and of_weight is not None and bias.grad is not None
             exact = [
                 F.linear(x.double(), weight.double(), bias.double()),
@@ -311,7 +311,7 @@ def time_blocks(sizes: list[list[int]]) -> None:
                 initialise(model.named_parameters(), m, 64, 1)
                 x = torch.randn(n // 1024, 1024, h).bfloat16().requires_grad_()
             for p in model.parameters():
-                p.sink = Total(p.shape)  # type: ignore[attr-defined]
+                p.main_grad = Total(p.shape)  # type: ignore[attr-defined]
             where = Positions(columns=torch.arange(1024, device=GPU))
             shared, none = (
                 share(m, where, torch.zeros(n // 1024, 1024, device=GPU), torch.bfloat16, False),
@@ -347,8 +347,8 @@ def time_products(sizes: list[list[int]]) -> None:
             ("mlp.proj", 4 * h, h),
         ):
             scales, here, weight = a_map(inside, outside, False)
-            weight.sink = Total(weight.shape)  # type: ignore[attr-defined]
-            total = weight.sink.total  # type: ignore[attr-defined]
+            weight.main_grad = Total(weight.shape)  # type: ignore[attr-defined]
+            total = weight.main_grad.total  # type: ignore[attr-defined]
             x, bias = (
                 torch.randn(n, inside, device=GPU).bfloat16(),
                 torch.zeros(outside, device=GPU).bfloat16(),

@@ -5,7 +5,7 @@ usage: python benchmarks/gpu_kernels.py [NAME ...] [--shape SHAPE] [--sweep] [--
 
 NAME selects kernels by the start of their names, as "norm backward"; `--sweep` also times each with
 other numbers of warps, programs and stages, and `--compiled` what torch.compile makes of the plain
-twin, its time over the kernel's. A time is the median of five replays of a CUDA graph
+reference, its time over the kernel's. A time is the median of five replays of a CUDA graph
 that runs the kernel on several sets of fresh inputs, together larger than the L2 cache. The
 bandwidth is the bytes that the kernel must move, divided by that time, and is compared with a copy
 of 1 GiB in the same run. The error is ||out - exact|| / ||exact|| against float64, the worst of the
@@ -624,7 +624,7 @@ def error(case: Case, given: tuple[Any, ...]) -> float:
 
 
 def compiled_over(case: Case, sets: list[tuple[Any, ...]], time_of_one: float) -> float | None:
-    """Return the time that torch.compile's code for the plain twin takes, over the kernel's."""
+    """Return the time that torch.compile's code for the plain reference takes, over the kernel's."""
     if case.plain is None:
         return None
     torch._dynamo.reset()

@@ -44,7 +44,7 @@ from meshwright.model.counts import padded_size
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
-from meshwright.optim.rules import treatment
+from meshwright.optim.rules import param_group
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import StoreSpec
@@ -476,7 +476,7 @@ class PlainLoop:
             p.grad = torch.zeros_like(p)
         o = config.optimizer
         groups = [
-            [p for name, p in self.masters.items() if treatment(o, None, name, p).decay == on]
+            [p for name, p in self.masters.items() if param_group(o, None, name, p).decay == on]
             for on in (1, 0)
         ]
         self.adamw = torch.optim.AdamW(

@@ -238,7 +238,7 @@ def train_as_rank(file: Path, words: list[str]) -> None:
     signal.alarm(SECONDS)
     run.run(parse_settings(TrainConfig, [*RUN_ON_RANKS.split(), *words], "train").config)
     free, total = torch.cuda.mem_get_info()
-    mapped = devices.mapped_memory()  # of other ranks too, which torch does not count
+    mapped = devices.symmetric_memory()  # of other ranks too, which torch does not count
     measured = {
         "device": torch.cuda.get_device_name(),
         "peak": torch.cuda.max_memory_allocated() + mapped,

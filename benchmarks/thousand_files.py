@@ -53,9 +53,9 @@ from meshwright.data.samples import LARGE, compiled_loops
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.parallel import shard
-from meshwright.parallel.cut_model import stages
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.parallel_model import stages
 from meshwright.parallel.store import Named, StoreSpec, UpdateRange
 from meshwright.runtime.ranks.team import BRANCHES, Team
 
@@ -80,9 +80,9 @@ class BoxStore(FlatStore):
         self.update_ranges = []
         for _, kind, r in self._ranges():
             master = torch.nn.Parameter(self.master[r.begin : r.end])
-            state = {name: torch.empty_like(master) for name in rules.STATE[kind.treatment.rule]}
+            state = {name: torch.empty_like(master) for name in rules.STATE[kind.param_group.rule]}
             self.update_ranges.append(
-                UpdateRange(True, r.begin, master, state, kind.treatment.rule, r.target)
+                UpdateRange(True, r.begin, master, state, kind.param_group.rule, r.target)
             )
 
 
@@ -99,7 +99,7 @@ def stores(layout: Layout, model: Model) -> Iterator[tuple[int, BoxStore]]:
         with torch.device(META):
             parts = stages(lambda: GPT(model, VOCABULARY, PADDED, POSITIONS), each, first)
             for part in parts:
-                cut_shapes(part, layout.tp)
+                shard_shapes(part, layout.tp)
         spec = StoreSpec(
             Optimizer(), torch.bfloat16, META, VOCABULARY, layout=first, zero=1, tied=tied
         )
@@ -112,7 +112,7 @@ def stores(layout: Layout, model: Model) -> Iterator[tuple[int, BoxStore]]:
             yield rank, store
 
 
-def cut_shapes(part: torch.nn.Module, tp: int) -> None:
+def shard_shapes(part: torch.nn.Module, tp: int) -> None:
     for name, p in list(part.named_parameters()):
         if (cut := shard.rule(name).cut) is not None:
             shape = list(p.shape)
@@ -153,8 +153,8 @@ class Script(Team):
     def total(self, number: int) -> int:
         return number
 
-    def run_on_lead(self, act: Callable[[], Any]) -> Any:
-        if self.is_lead:
+    def run_on_rank_0(self, act: Callable[[], Any]) -> Any:
+        if self.is_rank_0:
             self.broadcasts.append(json.dumps(act()))
             self.count("broadcast", len(self.broadcasts[-1]))
             return json.loads(self.broadcasts[-1])
@@ -167,7 +167,7 @@ class Script(Team):
         """Merge the others' values as the tree does: in groups of BRANCHES, level by level."""
         own = json.dumps(act())
         self.count("sent", len(own))
-        if not self.is_lead:
+        if not self.is_rank_0:
             return combine([])
         texts, seconds, begun_all = [own, *self.known.pop(0)], 0.0, time.process_time()
         while len(texts) > 1:
@@ -185,7 +185,7 @@ class Script(Team):
         return type(combine([]))(*merged) if isinstance(combine([]), tuple) else merged
 
     def deal(self, act: Callable[[], list[Any]]) -> Any:
-        if self.is_lead:
+        if self.is_rank_0:
             self.dealt.append([json.dumps(value) for value in act()])
             self.count("dealt", sum(map(len, self.dealt[-1])))
             return json.loads(self.dealt[-1][0])

@@ -149,7 +149,7 @@ def measure_exchanges(size: int) -> dict[str, Any]:
     acts: dict[str, Callable[[Team], Any]] = {
         "comparison of settings": lambda team: require_equal(team, settings),
         "run_on_all": lambda team: team.run_on_all(lambda: None),
-        "run_on_lead": lambda team: team.run_on_lead(lambda: "x" * 1000),
+        "run_on_rank_0": lambda team: team.run_on_rank_0(lambda: "x" * 1000),
         "gather": lambda team: team.gather(team.rank),
     }
     row: dict[str, Any] = {"bytes if each sent its settings to each": text * (size - 1)}
@@ -251,7 +251,7 @@ def measure_set_up(size: int) -> dict[str, Any]:
 
 
 def measure_signs(size: int) -> dict[str, Any]:
-    """Have one rank read the signs of life of all, as up to eight do that wait for long."""
+    """Have one rank read the heartbeats of all, as up to eight do that wait for long."""
     server = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
     for rank in range(size):
         server.set(
@@ -296,7 +296,7 @@ MEASURED: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...]]] = {
     "connections: each with each": (lambda size: measure_tree(size, True), (8, 16, 64, 128)),
     "groups": (measure_groups, (64, 512, 4096, 32768)),
     "set-up of a rank": (measure_set_up, (64, 512, 4096, 32768)),
-    "signs of life": (measure_signs, (8, 64, 512, 4096)),
+    "heartbeats": (measure_signs, (8, 64, 512, 4096)),
     "lost machine": (measure_loss, (128, 512, 4096)),
 }
 

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/trust_cost.py [--pairs N] [--steps N] [--check-every K] -- FLAGS OF TRAIN
 
-Off: the plain step. On: the watchdog with its signs of life over a store, the times of each step
+Off: the plain step. On: the watchdog with its heartbeats over a store, the times of each step
 for naming slow ranks, and the hash of the weights every K steps; K is smaller than the default, so
 that few steps show it. Then each part is measured alone, and its share of a step at the defaults is
 computed. One process does all of it, as each rank of a larger run would; the exchange of 8 bytes a
@@ -28,7 +28,7 @@ from meshwright.config import flags
 from meshwright.config.schema import Parallel, TrainConfig
 from meshwright.kernels import clock
 from meshwright.parallel.layout import Layout
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog, thread_time
 from meshwright.runtime.ranks.world import World
@@ -142,7 +142,7 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     replicas, times = trainer.replicas, clock.new_times(2, device)
     hashed = alone(lambda: (replicas.begin(0), replicas.look()), 5, device)
     stamped = 2 * alone(lambda: clock.stamp(times, 0), 100, device) if times is not None else 0.0
-    phases = 4 * alone(lambda: pulse.enter("data", 1), 1000, device)
+    phases = 4 * alone(lambda: heartbeat.enter("data", 1), 1000, device)
     parts = {
         f"hash of the copies, every {default} steps": hashed / default,
         "times of a step": stamped,

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.apps.verify.baseline import alone as alone
 from meshwright.apps.verify.compare import relative
 from meshwright.apps.verify.compare import rows_of as rows_of
-from meshwright.apps.verify.twin import alone as alone
 from meshwright.base import console
 from meshwright.config import checks, flags, notices
 from meshwright.config.schema import TrainConfig
@@ -85,14 +85,14 @@ def _train_all(
     team = make_team()
     connected, results = Connected(TIMEOUT), []
     for name, config in jobs:
-        if team.is_lead:
+        if team.is_rank_0:
             Path(folder, "now").write_text(name)
         try:
             results.append(team.gather(read(trained(config, steps, around, name, connected))))
         except Exception as error:
             error.add_note(f"with {name}")
             raise
-    if team.is_lead:
+    if team.is_rank_0:
         Path(folder, "results").write_text(json.dumps(results))
 
 

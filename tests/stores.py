@@ -9,7 +9,7 @@ from meshwright.config import schema as config
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
 
@@ -49,7 +49,7 @@ def take_step(model, store, batches=None, lr=1e-2, decay=0.1, scale=1.0, loss=No
     """Take a step with the sum of the batches' gradients, times the scale; return the norm."""
     store.clear_gradients()
     losses_of(model, [tokens()] if batches is None else batches, scale)
-    return store.step(Numbers(lr, decay, scale), loss)
+    return store.step(StepScalars(lr, decay, scale), loss)
 
 
 def snapshot(store):
@@ -98,12 +98,12 @@ def state(store, name):
 
 
 def kinds(store):
-    """Return the treatment of each parameter."""
+    """Return the parameter group of each parameter."""
     found = {}
     for bucket in store.buckets.values():
         for name, (offset, _) in bucket.spans.items():
             (found[name],) = (
-                k.treatment for k, begin, end in bucket.kinds if begin <= offset < end
+                k.param_group for k, begin, end in bucket.kinds if begin <= offset < end
             )
     return found
 

@@ -62,8 +62,8 @@ READ = {
 REACHED = {
     "torch._disable_dynamo": "lazy_compiler: its attribute __dynamo_disable of a function",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/agree",
-    "torch.distributed._symmetric_memory.empty": "parallel/mapped",
-    "torch.distributed._symmetric_memory.rendezvous": "parallel/mapped",
+    "torch.distributed._symmetric_memory.empty": "parallel/symmetric_memory",
+    "torch.distributed._symmetric_memory.rendezvous": "parallel/symmetric_memory",
     "torch._C._distributed_c10d.Store.clone": "ranks/watchdog: since torch 2.8, but not in torch's type stubs",
     "torch.distributed.ProcessGroupGloo._Options._threads": "ranks/gloo",
     "torch.distributed.ProcessGroupGloo._Options._timeout": "ranks/gloo",

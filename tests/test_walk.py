@@ -30,7 +30,7 @@ from meshwright.training.loop import Trainer
 
 SOURCE = Path(meshwright.__file__).parent
 MOST_FILES, MOST_LINES, MOST_FILES_OF_A_STEP = 33, 1311, 50
-LOOKED_UP = ("parallel/layout", "base/device", "config/", "runtime/ranks/pulse")
+LOOKED_UP = ("parallel/layout", "base/device", "config/", "runtime/ranks/heartbeat")
 ASIDE = {
     "State.is_done",
     "Trainer.reason_to_stop",
@@ -138,7 +138,7 @@ def test_one_batch_is_followed_through_cuda_graphs(
         "training/step.py",
         "training/graphs.py",
         "training/micro_step.py",
-        "parallel/cut_model.py",
+        "parallel/parallel_model.py",
         "model/gpt.py",
         "kernels/linear.py",
         "parallel/flat.py",

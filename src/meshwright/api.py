@@ -93,14 +93,14 @@ def train(
         else [*config]
     )
     with console.quiet(quiet):
-        config, idle, words, start = _complete(given, settings, has_data=datasets is not None)
+        config, ignored, words, start = _complete(given, settings, has_data=datasets is not None)
         if launch_flags_of(config.parallel) is not None:
             raise UserError(
                 "train() runs in this process; start several ranks with `meshwright launch` or torchrun"
             )
         with in_words(words):
             caller = Caller(model, loss, datasets, handle_signals, start)
-            status = run(config, caller, idle=idle)
+            status = run(config, caller, ignored=ignored)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 
@@ -131,7 +131,7 @@ def _complete(
         completed, start = complete_from_start(parsed)
     note_export(parsed, completed)
     flags.print_notices(parsed)
-    return completed, parsed.idle, parsed.words, start
+    return completed, parsed.ignored, parsed.words, start
 
 
 @in_words(KEYWORDS)
@@ -159,9 +159,9 @@ def load(
         raise UserError(f"dtype {dtype!r} is unknown; give {', '.join(get_args(DType))}")
     values = {**settings, "load": os.fspath(path)}
     parsed = flags.parse_settings(GenerateConfig, [], "meshwright.load", values=values, check=False)
-    if idle := settings.keys() - DESCRIBING - {"device"}:
+    if ignored := settings.keys() - DESCRIBING - {"device"}:
         raise UserError(
-            f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)"
+            f"load() does not use {', '.join(sorted(ignored))}; leave it out (precision is dtype=)"
         )
     c = parsed.config
     require(check_values.unusable(c))

@@ -101,7 +101,7 @@ def any_cutting(root: Path) -> None:
                 shape = shape[:-1] + tuple(2 * n for n in shape[-1:])
             full = fulls[f"t{i}"] = random_tensor(shape, common.choice(DTYPES), 100 * trial + i)
             if how == "one rank":
-                boxes: list[Box] = undivided(full).boxes * everybody.is_lead  # type: ignore[operator]
+                boxes: list[Box] = undivided(full).boxes * everybody.is_rank_0  # type: ignore[operator]
             elif how == "random boxes" or not shape:
                 boxes = [
                     box
@@ -126,7 +126,7 @@ def any_cutting(root: Path) -> None:
                     boxes = [
                         box for box in random_boxes(tuple(full.shape), own) if own.random() < 0.7
                     ]
-                    if boxes or t.is_lead or own.random() < 0.5:
+                    if boxes or t.is_rank_0 or own.random() < 0.5:
                         want[name] = entry(full, boxes)
                 filled = blank(want)
                 assert loading.load_checkpoint(root, filled, options=OpenOptions(verify), team=t)[
@@ -181,18 +181,18 @@ def a_step_again(root: Path) -> None:
     written = steps.step_folder(root, 5).stat().st_ino
     assert "never overwritten" in error_of(lambda: save(root, 5, mine(t, 1)), LOCKED)
     assert "never overwritten" in error_of(
-        lambda: save(root, 5, full_entries() if t.is_lead else {}), LOCKED
+        lambda: save(root, 5, full_entries() if t.is_rank_0 else {}), LOCKED
     )
     assert steps.step_folder(root, 5).stat().st_ino == written
     t.wait()
-    if t.is_lead:
+    if t.is_rank_0:
         flip_bit(steps.step_folder(root, 5) / "rank_00002.safetensors", 8 * 600)
     t.wait()
     with captured_output() as (said, _):
         save(root, 5, mine(t))
     assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[
         :1
-    ] * t.is_lead
+    ] * t.is_rank_0
     assert (root / "iter_0000005.damaged").is_dir()
     manifests.verify_step(steps.step_folder(root, 5), full=True)
 
@@ -235,7 +235,7 @@ def defects(root: Path) -> None:
 
     def refused(named: native.TensorBoxes, *words: str) -> None:
         # rank 0 compares what all have
-        with pytest.raises(ValueError if t.is_lead else UserError) as caught:
+        with pytest.raises(ValueError if t.is_rank_0 else UserError) as caught:
             save(root, 1, named)
         assert all(word in str(caught.value) for word in words), caught.value
 
@@ -251,7 +251,7 @@ def defects(root: Path) -> None:
     # its own defect has its traceback
     with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:
         save(root, 1, bad)
-    if t.is_lead:
+    if t.is_rank_0:
         assert (
             str(caught.value).startswith("rank 1: ValueError: x")
             and caught.value.status == UNEXPECTED
@@ -271,7 +271,7 @@ def loads(root: Path) -> None:
     assert said == []
     for step in (1, 2, 3):
         save(root, step, mine(t, 10 * step))
-    if t.is_lead:  # a part that rank 2 alone reads
+    if t.is_rank_0:  # a part that rank 2 alone reads
         flip_bit(steps.step_folder(root, 3) / "rank_00002.safetensors", 8 * 600)
     t.wait()
     want, seen = blank(mine(t)), list[int]()
@@ -291,12 +291,12 @@ def loads(root: Path) -> None:
     )
     assert (
         len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line])
-        == t.is_lead
+        == t.is_rank_0
     )
     assert "rank_00002" in error_of(
         lambda: loading.load_checkpoint(steps.step_folder(root, 3), want, team=t)
     )
-    if t.is_lead:  # full verification is shared, and finds what no rank reads
+    if t.is_rank_0:  # full verification is shared, and finds what no rank reads
         flip_bit(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
     assert loading.load_checkpoint(root, want, options=OpenOptions("full"), team=t)[:2] == (
@@ -329,8 +329,8 @@ def loads(root: Path) -> None:
     }
     with captured_output() as (said, _):
         loading.load_checkpoint(steps.step_folder(root, 1), half, team=t)
-    assert (" 4 tensors converted from F32 to BF16" in said) == t.is_lead
-    if t.is_lead:
+    assert (" 4 tensors converted from F32 to BF16" in said) == t.is_rank_0
+    if t.is_rank_0:
         for step in (1, 2, 3):
             (steps.step_folder(root, step) / native.STATE).unlink()
     t.wait()
@@ -357,8 +357,8 @@ def not_shared(root: Path) -> None:
     with pytest.raises(UserError, match=r"rank 0 on .* does not see .*rank_00001.*all nodes share"):
         save(here, 1, mine(t))
     t.wait()
-    assert not t.is_lead or not list(here.iterdir())  # rank 0 looks: it goes on to save there
-    native.save_step(root / "node0", 1, full_entries(), {}) if t.is_lead else None
+    assert not t.is_rank_0 or not list(here.iterdir())  # rank 0 looks: it goes on to save there
+    native.save_step(root / "node0", 1, full_entries(), {}) if t.is_rank_0 else None
     t.wait()
     with pytest.raises(
         UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"
@@ -451,7 +451,7 @@ def other_files(folder: Path) -> None:
     t = team()
     os.chdir(folder / f"node{t.rank}")
     given = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
-    checkpoint = Checkpoint(run_dir=f"run{t.rank}")  # which only the lead writes to
+    checkpoint = Checkpoint(run_dir=f"run{t.rank}")  # which only rank 0 writes to
     config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]), checkpoint=checkpoint)
 
     def require_equal(config: TrainConfig) -> None:

@@ -20,7 +20,7 @@ from meshwright.base.storage import addresses, copies, store
 from meshwright.checkpoint import lease, manifests, mirror, publish, steps, upload
 from meshwright.data.files.indexed import content_sample
 from meshwright.data.files.writer import Writer
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from s3 import Bucket, serving_bucket
 
 obstore_urls = pytest.importorskip("obstore.store")
@@ -182,12 +182,12 @@ def test_a_run_that_waits_for_its_upload_gives_signs_of_life(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks wait in a collective meanwhile, for as long as rank 0 makes progress."""
-    sender, ticks = upload.Uploader(local(), []), pulse.ticks
+    sender, ticks = upload.Uploader(local(), []), heartbeat.ticks
     monkeypatch.setattr(sender, "send", lambda: time.sleep(0.2))
     sender.begin(1, [])
     sender.end()
     sender.close()
-    assert pulse.ticks > ticks + 3
+    assert heartbeat.ticks > ticks + 3
 
 
 class Killed(Exception):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from meshwright.__main__ import main
-from meshwright.config.fields import Facets, config_fields
+from meshwright.config.fields import FlagSpec, config_fields
 from meshwright.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def test_the_quoted_lines_stand_in_the_files() -> None:
 def test_every_keyword_of_a_flag_is_explained() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", PAGE, re.M)
     explained = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(explained) == sorted(Facets.__annotations__)
+    assert sorted(explained) == sorted(FlagSpec.__annotations__)
 
 
 def test_files_and_commands_exist(capsys) -> None:

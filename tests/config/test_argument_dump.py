@@ -15,7 +15,7 @@ def dump(*words: str) -> dict[str, str]:
     parsed = flags.parse_settings(TrainConfig, [*TINY_FLAGS, *words], "train")
     return {
         name: str(value)
-        for name, value in dumped_arguments(parsed.config, parsed.idle, "gloo").items()
+        for name, value in dumped_arguments(parsed.config, parsed.ignored, "gloo").items()
     }
 
 

@@ -14,6 +14,7 @@ from meshwright.base.errors import UserError
 from meshwright.config import check_values, completion, flags, help
 from meshwright.config.fields import (
     PATHS,
+    baseline_settings,
     config_fields,
     every_config,
     flag,
@@ -22,7 +23,6 @@ from meshwright.config.fields import (
     placeholder,
     spelling,
     text_kind,
-    twin_settings,
 )
 from meshwright.config.pages import PAGES
 from meshwright.config.schema import TrainConfig
@@ -67,7 +67,7 @@ def test_a_setting_of_training_joins_the_fuzz_or_says_that_it_does_not() -> None
     )
 
 
-def test_a_new_setting_is_copied_by_the_twin() -> None:
+def test_a_new_setting_is_copied_by_the_baseline() -> None:
     """What decides the numbers of a step is compared, unless its flag or group says otherwise."""
 
     @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def test_a_new_setting_is_copied_by_the_twin() -> None:
         new: int = flag(1, "copied")
         other: int = flag(2, "left out", proof="")
 
-    assert twin_settings(Step(new=7)) == {"new": 7} and twin_settings(Later()) == {}
+    assert baseline_settings(Step(new=7)) == {"new": 7} and baseline_settings(Later()) == {}
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.packing import Packed, pack_files
-from meshwright.data.text.preprocess import Preparation
+from meshwright.data.text.preprocess import PreprocessPlan
 from meshwright.data.vocabularies import byte_symbols
 
 LENGTHS = [30, 20, 10, 40, 25, 7]
@@ -430,9 +430,9 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def preparation(tokenizer: TokenizerFlags = BYTES, **given: Any) -> Preparation:
+def preparation(tokenizer: TokenizerFlags = BYTES, **given: Any) -> PreprocessPlan:
     p = Preprocess(**{"input": ["text.jsonl"], "output_prefix": "out", **given})
-    return Preparation(PreprocessConfig(p, tokenizer), StringIO(), StringIO())
+    return PreprocessPlan(PreprocessConfig(p, tokenizer), StringIO(), StringIO())
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Preprocess)])

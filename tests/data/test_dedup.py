@@ -1,4 +1,4 @@
-"""`meshwright data dedup`: a brute-force twin, files, and mistakes."""
+"""`meshwright data dedup`: a brute-force reference, files, and mistakes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def pieces(text: str, size: int) -> set[str]:
     return {text[i : i + size] for i in range(max(len(text) - size + 1, 1))}
 
 
-def twin(texts: list[str], rule: Similarity) -> dict[int, tuple[int, float]]:
+def reference(texts: list[str], rule: Similarity) -> dict[int, tuple[int, float]]:
     """Compare every document with every earlier one that is kept."""
     sets = [pieces(text, rule.shingle) for text in texts]
     kept: list[int] = []
@@ -101,7 +101,7 @@ def test_removes_what_comparing_all_pairs_removes(
 ) -> None:
     rule = Similarity(threshold=threshold, shingle=shingle, bands=bands)
     texts = [*make_texts(80, 5), "", "ab", "ab", "", "abc", "数据", "数据"]
-    expected = twin(texts, rule)
+    expected = reference(texts, rule)
     assert 20 < len(expected) < len(texts) - 20
     found = dedup.deduplicate(
         [write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule

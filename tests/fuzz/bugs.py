@@ -108,7 +108,7 @@ def decayed_vectors() -> AbstractContextManager[Any]:
     """Biases and norms decay like matrices."""
     from meshwright.optim import rules
 
-    plain = rules.treatment
+    plain = rules.param_group
     return mock.patch.object(rules, "treatment", lambda *which: plain(*which)._replace(decay=1.0))
 
 

@@ -171,7 +171,7 @@ def run_leg(
     with joined(config, leg, rank, world, folder, number) as (team, layout):
         if not reason_against(config, trials.open_device(config, rank).type):
             without = Path(folder, f"bare{number}")  # where it begins as the leg does
-            team.run_on_lead(lambda: copy_run(Path(folder, "run"), without))
+            team.run_on_rank_0(lambda: copy_run(Path(folder, "run"), without))
             plain = trials.leg_config(case, number, without, has_graphs=False)
             bare = trials.train(plain, team, layout, leg.end if leg.lost else 0, case.spoilt)
         with BUGS[bug]() if bug else contextlib.nullcontext():

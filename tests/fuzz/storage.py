@@ -186,7 +186,7 @@ class World:
                 self.bucket.objects[f"{RUN}/iter_{number:07d}/{name}"] = data
 
     def take_over(self) -> None:
-        """Let the other machine find the one at work without a sign of life."""
+        """Let the other machine find the one at work without a heartbeat."""
         other = next(machine for machine in MACHINES if machine != self.at_work)
         before, asked = self.at_work, self.answered
         self.answered = set()

@@ -34,10 +34,10 @@ How far apart may they be?
               the same leg without graphs.
     fp8       One process with it is as far from float64 as its format makes it, so what all share
               is not seen by that: its losses and gradients are also compared with bfloat16's. How
-              far apart these may be, twins tell: runs of the same network that multiply unscaled
-              numbers, each with a random error as large as half a step of its fp8 format. So a
-              network that turns such errors into another gradient altogether allows it in fp8,
-              and all others do not. The twins are runs with other roundings, too.
+              far apart these may be, baselines tell: runs of the same network that multiply
+              unscaled numbers, each with a random error as large as half a step of its fp8 format.
+              So a network that turns such errors into another gradient altogether allows it in fp8,
+              and all others do not. The baselines are runs with other roundings, too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from meshwright.kernels import moments
 NEAR = 1e-9
 LIKE = 1e-6  # Adam's steps make roundings larger
 FP8 = 1 / 16  # half a step of e4m3, the least that losses of fp8 and bfloat16 may be apart
-NOISY = 8.0  # times the distance of the farthest twin
+NOISY = 8.0  # times the distance of the farthest baseline
 EOD = 5  # of mock data
 LOUD = 1000.0  # times the loss
 SPREAD = 16.0
@@ -434,9 +434,9 @@ class References(NamedTuple):
     """The run in one process."""
 
     exact: Trace  # in float64
-    # first in the format of the case, then shaken by its roundings, then the twins
+    # first in the format of the case, then shaken by its roundings, then the baselines
     rounded: list[Trace]
-    twins: list[Trace]  # of fp8, with random errors
+    baselines: list[Trace]  # of fp8, with random errors
 
 
 def alone(
@@ -465,17 +465,17 @@ def references(case: Case, looks: int = 1) -> References:
     shake = UNIT["bfloat16" if config.optimizer.optimizer == "muon" else dtype]
     formats = [exact] if looks == 1 else [exact, config]
     shaken = [alone(case, one, shake, seed + 1) for one in formats for seed in range(looks)]
-    twins = (
-        [twin_of_fp8(case, config, seed) for seed in range(looks + 1)]
+    baselines = (
+        [baseline_of_fp8(case, config, seed) for seed in range(looks + 1)]
         if config.precision.fp8_format
         else []
     )
     # no other step has overflowed
-    like = [trace for trace in (*shaken, *twins) if _skipped(trace) == _skipped(own)]
-    return References(alone(case, exact, writes=True), [own, *like], twins)
+    like = [trace for trace in (*shaken, *baselines) if _skipped(trace) == _skipped(own)]
+    return References(alone(case, exact, writes=True), [own, *like], baselines)
 
 
-def twin_of_fp8(case: Case, config: TrainConfig, seed: int) -> Trace:
+def baseline_of_fp8(case: Case, config: TrainConfig, seed: int) -> Trace:
     """Train with the products of fp8 in bfloat16, whose factors have errors as large as fp8's."""
     from meshwright.kernels import fp8, gradients
 
@@ -581,7 +581,9 @@ def unlike_bf16(case: Case, made: References) -> list[str]:
     bf16 = alone(case, dataclasses.replace(config, precision=p))
     for step, row in bf16.rows.items():
         runs = [
-            run for run in (own, *made.twins) if step in run.rows and not run.rows[step]["skipped"]
+            run
+            for run in (own, *made.baselines)
+            if step in run.rows and not run.rows[step]["skipped"]
         ]
         if row["skipped"] or own not in runs or len(runs) == 1:
             continue

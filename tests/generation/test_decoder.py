@@ -348,7 +348,7 @@ class Recorded:
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Run the fused step's plain twins on a CPU, with captures that run the function again."""
+    """Run the fused step's plain references on a CPU, with captures that run the function again."""
     monkeypatch.setattr("meshwright.generation.decoder.reason_against", lambda model: None)
     monkeypatch.setattr("meshwright.generation.steps.CudaGraphs", Recorded)
     monkeypatch.setattr("meshwright.base.device.new_stream", lambda device: None)

@@ -79,7 +79,7 @@ def on_ranks(load, lines, out, cls, work):
         ranks.serve_ranks(
             parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team
         )
-    if team.is_lead:
+    if team.is_rank_0:
         Path(out).write_text(json.dumps(results))
 
 

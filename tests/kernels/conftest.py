@@ -1,10 +1,10 @@
-"""Tests of a Triton kernel are skipped where Triton is not installed; those of its twin run."""
+"""Tests of a Triton kernel are skipped where Triton is not installed; those of its reference run."""
 
 from collections.abc import Generator
 
 import pytest
 
-from meshwright.kernels import twins
+from meshwright.kernels import references
 
 
 def skip_without_triton() -> Generator[None, object, object]:
@@ -28,6 +28,6 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 @pytest.fixture(params=["plain", "triton"])
 def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Run the plain twin, or the kernels whatever the device."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
+    """Run the plain reference, or the kernels whatever the device."""
+    monkeypatch.setattr(references, "is_triton", lambda x: request.param == "triton")
     return bool(request.param == "triton")

@@ -1,4 +1,4 @@
-"""The activation: torch's values and gradients, the bias's gradient, its sink, recomputation.
+"""The activation: torch's values and gradients, the bias's gradient, its main_grad, recomputation.
 
 The Triton kernels run on a GPU if there is one, else in Triton's interpreter.
 """
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import twins
+from main_grads import Total
+from meshwright.kernels import references
 from meshwright.kernels.activation import activate
-from sinks import Total
 
 KINDS = {
     "gelu-tanh": lambda u: F.gelu(u, approximate="tanh"),
@@ -79,7 +79,7 @@ FORMATS = [(kind, torch.bfloat16) for kind in KINDS] + [
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_kernels(kind, dtype, monkeypatch):
     """Sizes that fill no tile, and a gradient that is not contiguous."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     compare(kind, dtype, (3, 13), 130)
 
 
@@ -100,13 +100,13 @@ def test_every_tile_gives_the_same_sums():
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_the_bias_has_a_sink(adds, with_kernels):
+def test_the_bias_has_a_main_grad(adds, with_kernels):
     """Its gradient reaches the total without being rounded to the parameter's format."""
     u, bias, grad = case("swiglu", (5,), 6, torch.bfloat16)
-    bias.sink = Total(bias, adds)
+    bias.main_grad = Total(bias, adds)
     activate("swiglu", u, bias).backward(grad)
-    assert bias.grad is None and bias.sink.ended == 1
-    assert distance(bias.sink.total.flatten() - 3 * adds, wanted("swiglu", u, grad)[2]) < 1e-5
+    assert bias.grad is None and bias.main_grad.ended == 1
+    assert distance(bias.main_grad.total.flatten() - 3 * adds, wanted("swiglu", u, grad)[2]) < 1e-5
 
 
 def test_without_a_bias_recomputed_and_without_gradients(with_kernels):

@@ -1,4 +1,4 @@
-"""AdamW over flat buffers: the kernels, their twins and torch's fused AdamW agree."""
+"""AdamW over flat buffers: the kernels, their references and torch's fused AdamW agree."""
 
 import math
 
@@ -127,7 +127,7 @@ def test_steps_equal_torchs(low, clip, scale):
 
 
 @pytest.mark.parametrize("is_cautious", [False, True])
-def test_twins_agree(monkeypatch, is_cautious):
+def test_references_agree(monkeypatch, is_cautious):
     settings, both = SETTINGS._replace(is_cautious=is_cautious), []
     for uses_kernels in (True, False):
         monkeypatch.setattr(
@@ -181,7 +181,8 @@ def test_a_cautious_decay_spares_what_the_update_turns_away_from_0(monkeypatch, 
 
 @pytest.mark.parametrize("formats", [(torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)])
 def test_state_in_fewer_bits(monkeypatch, formats):
-    """Kernel and twin update from the same codes, whose new ones differ where a rounding decides.
+    """Kernel and reference update from the same codes, whose new ones differ where a rounding
+    decides.
 
     The masters follow the moments before these are rounded.
     """
@@ -238,11 +239,13 @@ def test_state_in_fewer_bits(monkeypatch, formats):
 )
 @pytest.mark.parametrize("uses_kernels", [True, False])
 def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch):
-    """The kernel and its twin give the verdict that every other update follows."""
+    """The kernel and its reference give the verdict that every other update follows."""
     monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
     step, values = torch.zeros((), device=DEVICE), numbers(total, loss, scale=4.0)
     decision = adamw.decide(adamw.make_constants(SETTINGS, 0.1, DEVICE, KINDS), values, step)
-    norm, shrink, is_finite = gradients.judge(values[0], values[1], 4.0, 0.1, torch.float32)
+    norm, shrink, is_finite = gradients.clip_and_check(
+        values[0], values[1], 4.0, 0.1, torch.float32
+    )
     assert step == applied == decision[adamw.FINITE] == is_finite
     if applied:
         torch.testing.assert_close(

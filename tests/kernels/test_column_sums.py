@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import gradients, grid, twins
+from main_grads import Total
+from meshwright.kernels import gradients, grid, references
 from meshwright.kernels.linear import add_bias
 from meshwright.parallel import comm, tensor
-from sinks import Total
 
 
 def parameter(shape, adds, device):
     made = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device))
     if adds is not None:
-        made.sink = Total(made, adds)
+        made.main_grad = Total(made, adds)
     return made
 
 
 @pytest.fixture(params=["plain", "triton"])
 def form(request, monkeypatch):
-    """Run the twin, or the kernels with poisoned outputs; return the device."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
+    """Run the reference, or the kernels with poisoned outputs; return the device."""
+    monkeypatch.setattr(references, "is_triton", lambda x: request.param == "triton")
     if request.param == "triton":
         monkeypatch.setattr(grid, "SUM_PROGRAMS", 3)
     empty = torch.empty
@@ -42,8 +42,8 @@ def test_several_vectors(adds, form):
             # the interpreter truncates
             torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0)
         else:
-            assert got is None and p.sink.ended == 1
-            torch.testing.assert_close(p.sink.total, (want + (3.0 if adds else 0.0)).float())
+            assert got is None and p.main_grad.ended == 1
+            torch.testing.assert_close(p.main_grad.total, (want + (3.0 if adds else 0.0)).float())
     assert out[1] is None
 
 
@@ -58,7 +58,7 @@ def test_a_matrix(adds, form):
         torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0)
     else:
         assert got is None
-        torch.testing.assert_close(p.sink.total, (want + (3.0 if adds else 0.0)).float())
+        torch.testing.assert_close(p.main_grad.total, (want + (3.0 if adds else 0.0)).float())
     assert gradients.from_rows(None, grad) is None
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels import products
+from meshwright.kernels import matmul
 from meshwright.kernels.heads import rotate, rotate_pairs
 from meshwright.kernels.rms_norm import rms_norm
 
@@ -56,10 +56,10 @@ def test_rotation_equals_that_of_pairs(dtype, rotating):
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16])
 def test_a_product_is_put_into_its_total(adds, dtype, monkeypatch):
     """Also piece by piece, the last one short."""
-    monkeypatch.setattr(products, "PIECE", 7)
+    monkeypatch.setattr(matmul, "PIECE", 7)
     torch.manual_seed(0)
     a, b = torch.randn(6, 4).to(dtype), torch.randn(4, 5).to(dtype)
     total = torch.randn(6, 5, dtype=torch.promote_types(dtype, torch.float32))
     want = a.double() @ b.double() + (total if adds else 0)
-    products.multiply_into(total, a, b, adds)
+    matmul.multiply_into(total, a, b, adds)
     assert (total - want).norm() <= TOLERANCE.get(dtype, 1e-3) * want.norm()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.kernels import cross_entropy as module
-from meshwright.kernels import twins
+from meshwright.kernels import references
 from meshwright.kernels.cross_entropy import cross_entropy
 from meshwright.model.loss import loss_sum, token_losses
 
@@ -235,7 +235,7 @@ def test_a_vocabulary_in_parts(device):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_normalisers_have_a_gradient(kernels, parts, monkeypatch):
     """The z-loss beside the loss, of a whole vocabulary and of one in parts: torch's gradients."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: kernels == "triton")
+    monkeypatch.setattr(references, "is_triton", lambda x: kernels == "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, labels, factors = (x.to(device) for x in case(9, 37, 40, torch.float32))
     want = logits.clone().requires_grad_()

@@ -1,4 +1,5 @@
-"""A step's kernels against the plain twin and float64: every norm, activation, width and length.
+"""A step's kernels against the plain reference and float64: every norm, activation, width and
+length.
 
 The Triton kernels run on a GPU if there is one, else in Triton's interpreter.
 """
@@ -7,7 +8,7 @@ import pytest
 import torch
 from test_activation import DEVICE, distance, nan_in_new_memory  # noqa: F401
 
-from meshwright.kernels import decode, twins
+from meshwright.kernels import decode, references
 from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
@@ -57,7 +58,7 @@ def layer_of(name, n, k, dtype):
 @pytest.mark.parametrize("name", LAYERS)
 def test_linear(name, dtype, monkeypatch):
     """Sizes that fill no tile; x has a mean, which the norm removes."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     layer, has_residual = layer_of(name, 21, 130, dtype)
     x = draw(1, 130, dtype=dtype, mean=1.0)
     residual = draw(1, 21, dtype=dtype) if has_residual else None
@@ -107,7 +108,7 @@ def case(shape, dtype, room=256):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attend(shape, processors, dtype, monkeypatch):
     """In one part and in several, some of them empty: values, and what is added to the cache."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     monkeypatch.setattr("meshwright.base.device.processors", lambda device: processors)
     qkv, texts, sizes, rotation = case(shape, dtype)
     exact, again = (
@@ -134,7 +135,7 @@ def rows_of(slots):
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("learned", [False, True])
 def test_embed(dtype, learned, monkeypatch):
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     rows, slots = rows_of(9), torch.tensor([3, 0, 8, 5], device=DEVICE)
     wte, wpe = draw(60, 40, dtype=dtype), draw(9, 40, dtype=dtype) if learned else None
     x = decode.embed(rows, slots, wte, wpe)
@@ -146,7 +147,7 @@ def test_embed(dtype, learned, monkeypatch):
 @pytest.mark.parametrize("dtype", ERROR)
 def test_pick(dtype, is_drawn, monkeypatch):
     """Ends of documents, limits, rows that have ended, ties, numbers that are not finite."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     slots, vocab = torch.tensor([4, 0, 8, 5, 7, 1, 2, 10, 11], device=DEVICE), 5000
     logits = draw(9, 5056, dtype=dtype)
     logits[:, vocab:] = 99

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.kernels import dropout, twins
+from meshwright.kernels import dropout, references
 
 SAMPLES, POSITIONS = torch.arange(7, 11)[:, None], torch.arange(64)
 
@@ -57,7 +57,7 @@ def test_sites_together_are_the_sites_alone():
 
 @pytest.mark.parametrize("seed", [1, 2**31, 2**40 + 1])
 def test_sites_in_one_kernel(seed, monkeypatch):
-    """Triton's hashes are the twin's, also for numbers beyond 32 bits."""
+    """Triton's hashes are the reference's, also for numbers beyond 32 bits."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     every, columns = (
@@ -65,7 +65,7 @@ def test_sites_in_one_kernel(seed, monkeypatch):
         torch.arange(301),
     )
     columns = columns.to(device)
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     for samples in (every, every[1:2]):
         want = dropout.at_sites(dropout.rows(seed, samples, columns), 5)
         got = dropout.site_rows(seed, 5, samples, columns)

@@ -52,7 +52,7 @@ class Table(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(VOCAB, 16, device="meta"))
 
 
-def test_without_a_sink_it_is_torchs(kernels):
+def test_without_a_main_grad_it_is_torchs(kernels):
     """A custom model's parameters have none."""
     table = Table()
     FlatStore([table], StoreSpec(Optimizer(), torch.float32, CPU, VOCAB))

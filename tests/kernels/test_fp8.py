@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from main_grads import Total
 from meshwright.base import device as devices
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Recipe, Scales
-from sinks import Total
 
 fp8_triton = pytest.importorskip("meshwright.kernels.triton.fp8", reason="Triton is not installed")
 
@@ -159,11 +159,11 @@ def test_weight_gradients_go_into_the_total():
     _, product, weight, _, x, grad = network()
     product(x, weight).backward(grad)
     wanted, weight.grad = weight.grad.float(), None
-    weight.sink = Total(weight)
+    weight.main_grad = Total(weight)
     for n in (1, 2):
         product(x, weight).backward(grad)
-        assert weight.grad is None and weight.sink.ended == n
-        torch.testing.assert_close(weight.sink.total, n * wanted, rtol=2**-7, atol=0)
+        assert weight.grad is None and weight.main_grad.ended == n
+        torch.testing.assert_close(weight.main_grad.total, n * wanted, rtol=2**-7, atol=0)
 
 
 def test_a_stack_of_matrices_is_one():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import activation, dropout, fp8, heads, norm, twins
+from meshwright.kernels import activation, dropout, fp8, heads, norm, references
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into
 from meshwright.kernels.norm import NormWeights, Operands
 
@@ -16,11 +16,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(params=["plain", "triton"], autouse=True)
 def form(request, monkeypatch):
-    """Run the twins, or the kernels with poisoned outputs.
+    """Run the references, or the kernels with poisoned outputs.
 
     The interpreter rounds to fp8 in its own way, in each kernel alike.
     """
-    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(references, "is_triton", lambda x: request.param == "triton")
     for name in ("empty", "empty_like"):
         empty = getattr(torch, name)
         monkeypatch.setattr(

@@ -8,9 +8,9 @@ import torch
 from test_activation import DEVICE, ERROR, distance, nan_in_new_memory  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import twins
+from main_grads import Total
+from meshwright.kernels import references
 from meshwright.kernels.heads import HeadSizes, rotate, split, split_heads
-from sinks import Total
 
 # groups, queries per group, head_dim, rotated dimensions
 SHAPES = {
@@ -87,7 +87,7 @@ FORMATS = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels(shape, monkeypatch):
     """Positions and samples that fill no tile; with some shapes each sample has its positions."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     compare(shape, FORMATS[shape], (3, 33), "grouped" in shape)
 
 
@@ -106,15 +106,16 @@ def test_views_where_nothing_moves(with_kernels):
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_the_bias_has_a_sink(adds, with_kernels):
+def test_the_bias_has_a_main_grad(adds, with_kernels):
     """Its gradient reaches the total without being rounded to the parameter's format."""
     qkv, bias, rotation, grads = case("grouped-rope", torch.bfloat16)
-    bias.sink = Total(bias, adds)
+    bias.main_grad = Total(bias, adds)
     torch.autograd.backward(run("grouped-rope", qkv, rotation, bias), grads)
-    assert bias.grad is None and bias.sink.ended == 1
+    assert bias.grad is None and bias.main_grad.ended == 1
     assert (
         distance(
-            bias.sink.total - 3 * adds, wanted("grouped-rope", qkv, rotation, grads)[1].sum((0, 1))
+            bias.main_grad.total - 3 * adds,
+            wanted("grouped-rope", qkv, rotation, grads)[1].sum((0, 1)),
         )
         < 1e-5
     )

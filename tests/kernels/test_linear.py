@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels.products import affine
+from meshwright.kernels.matmul import affine
 
 
 @pytest.mark.parametrize("biased", [False, True])

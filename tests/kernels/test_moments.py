@@ -101,12 +101,14 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(with_kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_kernels_store_the_codes_of_their_twin(monkeypatch, dtype):
-    from meshwright.kernels import twins
+def test_kernels_store_the_codes_of_their_reference(monkeypatch, dtype):
+    from meshwright.kernels import references
 
     values, codes = spread(5000, dtype), []
     for uses_kernels in (False, True):
-        monkeypatch.setattr(twins, "is_triton", lambda x, uses_kernels=uses_kernels: uses_kernels)
+        monkeypatch.setattr(
+            references, "is_triton", lambda x, uses_kernels=uses_kernels: uses_kernels
+        )
         for place in (
             PLACE,
             Place(2**32 - 1, 2**33 + 5, 2**31 + 7, 1 << 31, 0),

@@ -1,4 +1,4 @@
-"""Muon's elementwise passes: the kernels equal their twins, also where a step is skipped."""
+"""Muon's elementwise passes: the kernels equal their references, also where a step is skipped."""
 
 import math
 
@@ -38,20 +38,20 @@ def matrices(shape, count=3, gap=0):
 def test_advance(shape, gap, skipped, momentum):
     gradients, moments = matrices(shape, gap=gap), matrices(shape, gap=gap)
     before = [x.clone() for x in moments]
-    twins = [x.clone() for x in moments]
+    references = [x.clone() for x in moments]
     if skipped:
         gradients[0][0, 0] = math.nan
     args = number(2.0), number(skipped), momentum
     ahead, norms = muon_triton.advance(gradients, moments, *args)
-    want, want_norms = muon.advance.plain(gradients, twins, *args)
+    want, want_norms = muon.advance.plain(gradients, references, *args)
     assert ahead.dtype is want.dtype is torch.bfloat16
     if skipped:
-        assert all(map(torch.equal, moments, before)) and all(map(torch.equal, twins, before))
+        assert all(map(torch.equal, moments, before)) and all(map(torch.equal, references, before))
         return
-    for x, twin, old, gradient in zip(moments, twins, before, gradients, strict=True):
+    for x, reference, old, gradient in zip(moments, references, before, gradients, strict=True):
         exact = momentum * old.double() + (1 - momentum) * gradient.double() / 2
         torch.testing.assert_close(x.double(), exact, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(twin, x, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(reference, x, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ahead, want, rtol=0.01, atol=1e-5)
     torch.testing.assert_close(norms, ahead.double().norm(dim=(1, 2)).float())
     # the interpreter rounds towards 0
@@ -88,15 +88,15 @@ def test_subtract(shape, gap, skipped, dtype, is_cautious):
     weights, updates = matrices(shape, gap=gap), torch.randn(3, *shape).to(dtype)
     if skipped:
         updates[0, 0, 0] = math.nan
-    before, twins = [x.clone() for x in weights], [x.clone() for x in weights]
+    before, references = [x.clone() for x in weights], [x.clone() for x in weights]
     args = number(0.9), number(0.25), number(skipped), is_cautious
     muon_triton.subtract(weights, updates, *args)
-    muon.subtract.plain(twins, updates, *args)
-    for x, twin, old, update in zip(weights, twins, before, updates, strict=True):
+    muon.subtract.plain(references, updates, *args)
+    for x, reference, old, update in zip(weights, references, before, updates, strict=True):
         kept = torch.where(update.float() * old < 0, 1.0, 0.9) if is_cautious else 0.9
         want = old if skipped else kept * old - 0.25 * update.float()
         torch.testing.assert_close(x, want, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(twin, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(reference, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_table_of_addresses_is_made_once():

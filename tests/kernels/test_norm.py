@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from main_grads import Total
 from meshwright.config.schema import Model
-from meshwright.kernels import dropout, twins
+from meshwright.kernels import dropout, references
 from meshwright.kernels.norm import NormWeights, add_norm
 from meshwright.model.gpt import join
 from meshwright.model.layers import Norm
-from sinks import Total
 
 KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs them
 UNIT = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -159,7 +159,7 @@ def triton(monkeypatch):
     """Run the Triton kernels with poisoned outputs."""
     from meshwright.kernels.triton import gradients as gradients_triton
 
-    monkeypatch.setattr(twins, "is_triton", lambda x: True)
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
     if KERNELS == "cpu":  # the interpreter takes long for each program
         monkeypatch.setattr(gradients_triton, "REDUCED_COLUMNS", 1024)
     for name in ("empty", "empty_like"):
@@ -228,16 +228,16 @@ def test_gradients_go_into_the_totals(triton):
     case = make("middle", torch.float32, device=KERNELS)
     wanted, t = case.wanted(), case.leaves()
     for name in ("bias", "shift", "weight"):
-        t[name].sink = Total(t[name], name == "bias")
+        t[name].main_grad = Total(t[name], name == "bias")
     t["weight"].requires_grad_(False)
     torch.autograd.backward(case.run(t), list(case.grads))
     assert t["bias"].grad is t["shift"].grad is t["weight"].grad is None
-    assert [t[name].sink.ended for name in ("bias", "shift", "weight")] == [1, 1, 0]
+    assert [t[name].main_grad.ended for name in ("bias", "shift", "weight")] == [1, 1, 0]
     torch.testing.assert_close(
-        t["bias"].sink.total.double(), wanted["bias"] + 3.0, rtol=1e-5, atol=1e-5
+        t["bias"].main_grad.total.double(), wanted["bias"] + 3.0, rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(
-        t["shift"].sink.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5
+        t["shift"].main_grad.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5
     )
 
 

@@ -7,8 +7,8 @@ bfloat16 has no room for.
 import pytest
 import torch
 
+from meshwright.kernels import references
 from meshwright.kernels import softcap as module
-from meshwright.kernels import twins
 from meshwright.kernels.cross_entropy import cross_entropy
 from meshwright.kernels.softcap import softcap
 
@@ -18,8 +18,8 @@ ROUNDING = {torch.float64: 1e-15, torch.float32: 4e-7, torch.bfloat16: 2**-7, to
 
 @pytest.fixture(params=["plain", "triton"])
 def with_kernels(request, monkeypatch):
-    """Run the plain twin, or the kernels whatever the device."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
+    """Run the plain reference, or the kernels whatever the device."""
+    monkeypatch.setattr(references, "is_triton", lambda x: request.param == "triton")
     return request.param == "triton"
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.kernels import symmetric, twins
+from meshwright.kernels import references, symmetric
 
 kernel = pytest.importorskip(
     "meshwright.kernels.triton.symmetric", reason="Triton is not installed"
@@ -100,7 +100,7 @@ def test_the_lower_half_is_taken(tiles, c_is_given):
 )
 def test_small_odd_and_float64_matrices_take_torchs_product(monkeypatch, shape, dtype, is_kernel):
     for name in ("has_kernels", "is_hopper_or_later"):
-        monkeypatch.setattr(twins.devices, name, lambda device: True)
+        monkeypatch.setattr(references.devices, name, lambda device: True)
     monkeypatch.setattr(kernel, "half_product", lambda *_: None)
     x = torch.randn(shape, dtype=dtype)
     got = symmetric.symmetric_product(x, x, scale=2.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers import TINY
+from main_grads import Total
 from meshwright.config.schema import Precision
 from meshwright.kernels.fp8 import Fp8Product
 from meshwright.model import fp8
@@ -16,7 +17,6 @@ from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions, Shared
-from sinks import Total
 
 pytestmark = pytest.mark.whole
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,16 +43,16 @@ def build(m, options, p=HYBRID, block=FusedBlock):
     return model, fp8.attach_fp8([model], p, DEVICE)
 
 
-def steps(m, is_fused, with_sinks, options):
+def steps(m, is_fused, with_main_grads, options):
     """Return what two steps of two micro-batches compute, and an evaluation before and after."""
     model, scales = build(m, options)
     assert all("enter" in vars(block) and "transform" in vars(block) for block in model.h.values())
     if not is_fused:
         for block in model.h.values():
             del block.enter, block.transform
-    if with_sinks:
+    if with_main_grads:
         for x in model.parameters():
-            x.sink = Total(x)
+            x.main_grad = Total(x)
     random = torch.Generator().manual_seed(4)
     out = []
     for i in range(6):
@@ -70,9 +70,9 @@ def steps(m, is_fused, with_sinks, options):
             scales.update()
             scales.refresh()
         out += [scales.amax.clone(), scales.scale.clone()]
-    if with_sinks:
+    if with_main_grads:
         assert all(x.grad is None for x in model.h.parameters())
-        return out + [x.sink.total if x.grad is None else x.grad for x in model.parameters()]
+        return out + [x.main_grad.total if x.grad is None else x.grad for x in model.parameters()]
     return out + [x.grad for x in model.parameters()]
 
 
@@ -84,9 +84,9 @@ def steps(m, is_fused, with_sinks, options):
         ("llama", True, Options(recompute="full")),
     ],
 )
-def test_equals_the_separate_functions(name, with_sinks, options):
+def test_equals_the_separate_functions(name, with_main_grads, options):
     m = dataclasses.replace(TINY, attention_dropout=0.0, **MODELS[name])
-    apart, fused = (steps(m, is_fused, with_sinks, options) for is_fused in (False, True))
+    apart, fused = (steps(m, is_fused, with_main_grads, options) for is_fused in (False, True))
     assert len(apart) == len(fused)
     # A GPU's attention adds up gradients in any order, and so may round a few to the next in fp8.
     most = 0.0 if DEVICE.type == "cpu" else 0.02

@@ -14,7 +14,7 @@ import stores
 from meshwright.base import device as devices
 from meshwright.config.schema import Optimizer
 from meshwright.kernels import adamw
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from stores import GATED, gradient, is_equal, kinds, masters, snapshot, tokens
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -81,7 +81,7 @@ def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
     for i in range(4):
         before, weights = snapshot(store), store.weights.clone()
         want, got = pair.step(
-            i, Numbers(1e-2 / (i + 1), 0.1 * i, scale), "h.1.ln_2.weight" if i == 1 else None
+            i, StepScalars(1e-2 / (i + 1), 0.1 * i, scale), "h.1.ln_2.weight" if i == 1 else None
         )
         assert got.isfinite() == (i != 1)
         torch.testing.assert_close(got, want, rtol=3e-7, atol=0, equal_nan=True)
@@ -109,13 +109,13 @@ def test_numbers_on_the_device_equal_floats(uses_kernels):
     for on_device in (False, True):
         pair = Pair(uses_kernels, GATED, Optimizer(clip_grad=0.05), torch.float16)
         for i in range(3):
-            values = Numbers(1e-2 / (i + 1), 0.1 * i, 256.0)
+            values = StepScalars(1e-2 / (i + 1), 0.1 * i, 256.0)
             model, store = pair.flat
             store.clear_gradients()
             losses_of(model, [tokens() + 0], values.scale)
             uses_kernels(True)
             if on_device:
-                values = Numbers(
+                values = StepScalars(
                     *(torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in values)
                 )
             store.step(values, torch.tensor([1.0, 0.0], dtype=torch.float64, device=DEVICE))
@@ -127,7 +127,7 @@ def test_numbers_on_the_device_equal_floats(uses_kernels):
 def test_resume_is_exact(uses_kernels):
     """State filled as a checkpoint does it, and Adam's t, continue bit for bit."""
     pair = Pair(uses_kernels, GATED, Optimizer(), torch.float32)
-    pair.step(0, Numbers(1e-2, 0.1))
+    pair.step(0, StepScalars(1e-2, 0.1))
     again = Pair(uses_kernels, GATED, Optimizer(), torch.float32)
     for _, store in (again.plain, again.flat):
         for name, (_, _, tensor) in store.named_state().items():
@@ -136,8 +136,8 @@ def test_resume_is_exact(uses_kernels):
         store.steps = pair.flat[1].steps
     assert is_equal(snapshot(pair.flat[1]), snapshot(again.flat[1]))
     assert is_equal(snapshot(pair.flat[1]), snapshot(again.plain[1]))
-    pair.step(1, Numbers(1e-2, 0.1))
-    again.step(1, Numbers(1e-2, 0.1))
+    pair.step(1, StepScalars(1e-2, 0.1))
+    again.step(1, StepScalars(1e-2, 0.1))
     assert again.flat[1].steps == again.plain[1].steps == 2
 
 

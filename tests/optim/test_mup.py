@@ -15,7 +15,7 @@ from meshwright.config.schema import Model, Optimizer, TrainConfig
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
-from meshwright.optim.rule_table import treatment_of
+from meshwright.optim.rule_table import param_group_of
 from stores import VOCAB, kinds, make, take_step, tokens
 
 # Width 4 times and depth 3 times that of the base.
@@ -51,18 +51,18 @@ UNTIED_END = {"ln_f.weight": (1, 0, 1, 0), "lm_head.weight": (1 / 4, 4, 1 / 4, 4
 @pytest.mark.parametrize(
     ("m", "end"), [(GROWN, TIED_END), (UNTIED, UNTIED_END)], ids=["tied", "untied"]
 )
-def test_treatments(m, end):
+def test_param_groups(m, end):
     for name, want in (TABLE | end).items():
         dimensions = 1 if name.endswith("bias") or ".ln_" in f".{name}" else 2
         for kind, expected in (("adamw", want[:2]), ("lion", want[:2]), ("muon", want[2:])):
-            assert treatment_of(Optimizer(optimizer=kind), m, name, dimensions)[
+            assert param_group_of(Optimizer(optimizer=kind), m, name, dimensions)[
                 1:
             ] == pytest.approx(expected), name
 
 
 def test_every_parameter_is_treated_so_in_a_store():
     _, store = make(UNTIED, model=UNTIED)
-    found = {name: treatment[1:] for name, treatment in kinds(store).items()}
+    found = {name: param_group[1:] for name, param_group in kinds(store).items()}
     for name in found.keys() & (TABLE | UNTIED_END).keys():
         assert found[name] == pytest.approx((TABLE | UNTIED_END)[name][:2])
     assert len(set(found.values())) == 5
@@ -70,8 +70,8 @@ def test_every_parameter_is_treated_so_in_a_store():
 
 def test_without_a_base_nothing_changes():
     for name in TABLE | TIED_END | UNTIED_END:
-        treatment = treatment_of(Optimizer(), TINY, name, 2)
-        assert treatment.rate == 1 and treatment.decay in (0, 1)
+        param_group = param_group_of(Optimizer(), TINY, name, 2)
+        assert param_group.rate == 1 and param_group.decay in (0, 1)
 
 
 def drawn(m):
@@ -191,9 +191,9 @@ def test_a_resumed_run_has_the_same_base(tmp_path, capsys, monkeypatch):
     assert open_step(tmp_path / "tuned", 4).config["mup_base_hidden_size"] == 16
 
 
-def test_the_twin_has_grown_as_the_run():
-    from meshwright.apps.verify.twin import make_twin
+def test_the_baseline_has_grown_as_the_run():
+    from meshwright.apps.verify.baseline import make_baseline
 
     run = parse("--hidden-size 1024 --num-attention-heads 16 --mup-base-hidden-size 512")
-    twin = make_twin(run).config.model
-    assert twin.hidden_size < 1024 and math.isclose(twin.width_growth, 2)
+    reference = make_baseline(run).config.model
+    assert reference.hidden_size < 1024 and math.isclose(reference.width_growth, 2)

@@ -12,7 +12,7 @@ from helpers import TINY
 from meshwright.checkpoint import loading, native
 from meshwright.config.schema import Optimizer
 from meshwright.optim import elementwise, rules
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
 from stores import (
@@ -56,7 +56,7 @@ def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
     for i in range(first, first + n):
         store.clear_gradients()
         losses.append(losses_of(model, batches(i), scale, device))
-        store.step(Numbers(lr, wd, scale))
+        store.step(StepScalars(lr, wd, scale))
     return losses
 
 
@@ -65,7 +65,7 @@ def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
 
 def kind_of_piece(store, piece):
     (kind,) = (
-        k.treatment
+        k.param_group
         for bucket in store.buckets.values()
         for k, begin, end in bucket.kinds
         if bucket.begin + begin == piece.begin and end - begin == piece.master.numel()
@@ -260,7 +260,7 @@ def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
         shrink = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         assert shrink == 1.0 if not clip else shrink < 1.0
         grads = {n: gradient(store, n) * shrink / scale for n in named}
-        store.step(Numbers(lr, wd, scale))
+        store.step(StepScalars(lr, wd, scale))
         for name, p in masters(store):
             weight, moment = named[name]
             grad, decays = grads[name][: len(weight)], p.ndim > 1 and not name.endswith("bias")
@@ -349,7 +349,7 @@ def test_muon_follows_its_formula(m, dtype):
             ]
             for n in names
         }
-        assert store.step(Numbers(lr, wd, 1.0)) == pytest.approx(norm, rel=1e-5)
+        assert store.step(StepScalars(lr, wd, 1.0)) == pytest.approx(norm, rel=1e-5)
         for name, (weight, grad, moment) in before.items():
             parts = [(weight, grad, moment, view(store, store.master, name), momentum(store, name))]
             parts = list(zip(*parts[0], strict=True)) if weight.ndim == 3 else parts
@@ -400,7 +400,7 @@ def test_muon_equals_torchs(m):
             for p, x in zip(split[n], grad.unbind() if grad.ndim == 3 else [grad], strict=True):
                 p.grad = x
         before = {n: p.clone() for n, p in named.items()}
-        store.step(Numbers(0.02, 0.1, 1.0))
+        store.step(StepScalars(0.02, 0.1, 1.0))
         muon.step()
         adamw.step()
         for name, p in masters(store):
@@ -491,7 +491,7 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
         store.clear_gradients()
         losses_of(model, batches(2))
         gradient(store, name).view(-1)[5] = bad
-        assert not store.step(Numbers(1e-2, 0.1, 1.0)).isfinite()
+        assert not store.step(StepScalars(1e-2, 0.1, 1.0)).isfinite()
         assert is_equal(before, snapshot(store)), name
         assert torch.equal(weights, store.weights), name
     other, undisturbed = make(GATED, optimizer_of(rule), dtype=dtype, offload=offload)
@@ -621,10 +621,10 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
     assert int(store.count_zero_gradients()) == zeros and 0 < zeros < total
     assert store.weights.numel() > total
     assert float(store.weight_norm()) == pytest.approx(math.sqrt(squares), rel=1e-6)
-    store.step(Numbers(0.0, 0.0, 1.0))
+    store.step(StepScalars(0.0, 0.0, 1.0))
     assert int(store.count_zero_gradients()) == zeros  # clipping changes none
     store.clear_gradients()
-    store.step(Numbers(0.0, 0.0, 1.0))
+    store.step(StepScalars(0.0, 0.0, 1.0))
     assert int(store.count_zero_gradients()) == total
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from helpers import open_step
 from meshwright.config.schema import Optimizer, Precision
 from meshwright.optim.loss_scale import LossScale, dtype_of
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
 from meshwright.training import micro_step
@@ -150,7 +150,7 @@ def test_forced_overflows(rule):
             at = gradient(store, rng.choice(names)).view(-1)
             at[rng.randrange(2)] = rng.choice([math.inf, -math.inf, math.nan])
         before, weights, t = snapshot(store), store.weights.clone(), store.steps
-        overflow = not bool(store.step(Numbers(1e-3, 0.1, scale), torch.tensor(1.0)).isfinite())
+        overflow = not bool(store.step(StepScalars(1e-3, 0.1, scale), torch.tensor(1.0)).isfinite())
         unmoved = is_equal(before, snapshot(store))
         assert unmoved == overflow >= inject, step
         assert torch.equal(weights, store.weights) or not overflow, step

@@ -13,7 +13,7 @@ from meshwright.config import checks, flags
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.kernels import moments
 from meshwright.optim import elementwise
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from stores import (
     GATED,
     VOCAB,
@@ -53,7 +53,7 @@ def step(model, store, i, spoil=None, lr=1e-2):
     losses_of(model, [(tokens() + 3 * i) % VOCAB])
     if spoil is not None:
         gradient(store, spoil).view(-1)[3] = math.nan
-    return store.step(Numbers(lr, 0.1))
+    return store.step(StepScalars(lr, 0.1))
 
 
 def rounded_at(values, name, key, dtype, number):
@@ -75,7 +75,7 @@ def test_moments_follow_a_plain_formula(monkeypatch, rule, dtype):
     monkeypatch.setattr(elementwise, "CHUNK", 300)
     o = settings(rule, dtype)
     model, store = make(GATED, o, torch.float64)
-    chosen = {name: treatment.rule for name, treatment in kinds(store).items()}
+    chosen = {name: param_group.rule for name, param_group in kinds(store).items()}
     for i in range(1, 4):
         before = {
             n: (p.clone(), {k: moments.expanded(x, p.dtype) for k, x in state(store, n).items()})
@@ -85,7 +85,7 @@ def test_moments_follow_a_plain_formula(monkeypatch, rule, dtype):
         losses_of(model, [(tokens() + 3 * i) % VOCAB])
         norm = float(store.gradients.norm())
         grads = {n: gradient(store, n) * min(1.0, 0.5 / (norm + 1e-6)) for n in before}
-        store.step(Numbers(1e-2, 0.1))
+        store.step(StepScalars(1e-2, 0.1))
         for name, p in masters(store):
             (old, moment), g, codes = before[name], grads[name], state(store, name)
             decays = 0.1 * (p.ndim > 1 and not name.endswith("bias"))
@@ -185,7 +185,7 @@ def test_kernels_round_as_torch_does(monkeypatch, rule, dtype):
             for name in store.shapes:
                 view = stores.view(store, store.gradients, name)
                 view.copy_(grads[: view.numel()].view(view.shape) * (i + 1))
-            store.step(Numbers(1e-2, 0.1))
+            store.step(StepScalars(1e-2, 0.1))
         assert store.steps == 2
         outcomes.append(snapshot(store))
     ours, theirs = outcomes

@@ -23,7 +23,7 @@ from on_ranks import run_ranks
 
 SIZE = 2 << 20
 COUNTED = [
-    (overlap.OverlappedProducts, name) for name in ("gather_multiply", "scatter", "start_gather")
+    (overlap.OverlappedMatmuls, name) for name in ("gather_multiply", "scatter", "start_gather")
 ]
 
 
@@ -37,8 +37,8 @@ def products():
     dist.broadcast(bias, 0)
     memory, size = Memory(), 6 * 7 * 8
     with memory.installed(*COUNTED):
-        by = overlap.OverlappedProducts(group, size, CPU)
-        plain = overlap.PlainProducts(group)
+        by = overlap.OverlappedMatmuls(group, size, CPU)
+        plain = overlap.PlainMatmuls(group)
         for _ in range(2):  # in memory that has been used before
             for b in (bias, None):
                 y, rows = by.gather_multiply(x, weight, b, keeps_rows=True)
@@ -96,23 +96,22 @@ def choice():
         ("off", "of --tp-overlap off"),
         ("auto", "the device is not an NVIDIA GPU"),
     ):
-        by, why = overlap.choose_products(wanted, group, CPU, SIZE)
-        assert (type(by), why) == (overlap.PlainProducts, reason)
+        by, why = overlap.choose_matmuls(wanted, group, CPU, SIZE)
+        assert (type(by), why) == (overlap.PlainMatmuls, reason)
     with pytest.raises(
         UserError, match="--tp-overlap on: the device is not an NVIDIA GPU; give --tp-overlap auto"
     ):
-        overlap.choose_products("on", group, CPU, SIZE)
+        overlap.choose_matmuls("on", group, CPU, SIZE)
     memory = Memory()
     with memory.installed(*COUNTED):
-        by, why = overlap.choose_products("on", group, CPU, SIZE)
-        assert (type(by), why) == (overlap.OverlappedProducts, "")
+        by, why = overlap.choose_matmuls("on", group, CPU, SIZE)
+        assert (type(by), why) == (overlap.OverlappedMatmuls, "")
         few = "the rows of a micro-batch are few: 1 MiB on a rank, of 2"
-        assert overlap.choose_products("auto", group, CPU, SIZE - 1)[1] == few
+        assert overlap.choose_matmuls("auto", group, CPU, SIZE - 1)[1] == few
         assert (
-            type(overlap.choose_products("on", group, CPU, SIZE - 1)[0])
-            is overlap.OverlappedProducts
+            type(overlap.choose_matmuls("on", group, CPU, SIZE - 1)[0]) is overlap.OverlappedMatmuls
         )
-        assert overlap.choose_products("auto", group, CPU, SIZE, "no")[1] == "no"
+        assert overlap.choose_matmuls("auto", group, CPU, SIZE, "no")[1] == "no"
         # A rank that cannot map memory, or computes something else, takes the others with it.
         compare, refused = (
             overlap.largest_difference,
@@ -133,14 +132,14 @@ def choice():
                 if dist.get_rank() == 1
                 else contextlib.nullcontext()
             ):
-                by, why = overlap.choose_products("auto", group, CPU, SIZE)
-            assert type(by) is overlap.PlainProducts
+                by, why = overlap.choose_matmuls("auto", group, CPU, SIZE)
+            assert type(by) is overlap.PlainMatmuls
             assert why.startswith(
                 own_reason if dist.get_rank() == 1 else "it failed on another rank"
             ), why
         with mock.patch.object(agree.socket, "gethostname", lambda: f"host-{dist.get_rank()}"):
             assert (
-                overlap.choose_products("auto", group, CPU, SIZE)[1]
+                overlap.choose_matmuls("auto", group, CPU, SIZE)[1]
                 == "tensor ranks are on several machines"
             )
 

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from meshwright.config.schema import Model
 from meshwright.data.loader import Batch
 from meshwright.model.gpt import GPT
-from meshwright.parallel.cut_model import CutModel
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.tensor import cut_layers
+from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.tensor import shard_layers
 
 META = torch.device("meta")
 
@@ -30,7 +30,7 @@ def test_sequence_parallel_rows_are_those_of_the_whole_batch(tp: int) -> None:
     samples, columns = [5, 9], 8
     drawn, columns_drawn = list[int](), list[int]()
     for rank in range(tp):
-        model = CutModel(parts=[], device=META, layout=Layout(tp=tp, rank=rank), sequence=True)
+        model = ParallelModel(parts=[], device=META, layout=Layout(tp=tp, rank=rank), sequence=True)
         stream = model.where(batch(samples, columns), seed=1).stream
         assert stream is not None and stream.samples is not None
         drawn += stream.samples[0].tolist()
@@ -46,5 +46,5 @@ def test_context_ranks_number_their_own_heads() -> None:
         layout = replace(Layout(cp=2, rank=rank), groups={"cp": cast(ProcessGroup, object())})
         with META:
             network = GPT(model, 64, 64, 8)
-        heads.append(cut_layers(network, layout, None, 8))
+        heads.append(shard_layers(network, layout, None, 8))
     assert heads == [range(2), range(2, 4)]

@@ -11,7 +11,7 @@ import torch
 from helpers import TINY
 from meshwright.config import schema as config
 from meshwright.model.gpt import initialise
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from meshwright.parallel import store as store_module
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.shard import ALIGN
@@ -104,7 +104,7 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
                 n for n, kind in kinds(store).items() if kind == ("adamw", 1, where == "matrix")
             )
             gradient(store, name).view(-1)[3] = bad
-        assert store.step(Numbers(1e-2, 0.1, 1.0), loss).isfinite() == (where == "loss")
+        assert store.step(StepScalars(1e-2, 0.1, 1.0), loss).isfinite() == (where == "loss")
         assert is_equal(before, snapshot(store)) and store.steps == 1
         assert torch.equal(weights, store.weights)
     for pair in ((model, store), (other, undisturbed)):
@@ -139,7 +139,7 @@ def test_gradients_are_summed_in_full_precision_and_reset(dtype):
         assert torch.equal(store.gradients, want), some
     store.clear_gradients()
     model.wpe.weight.float().sum().backward()
-    norm = store.step(Numbers(0.0, 0.0, 1.0))
+    norm = store.step(StepScalars(0.0, 0.0, 1.0))
     assert norm == pytest.approx(model.wpe.weight.numel() ** 0.5)
     for name in kinds(store):
         assert name == "wpe.weight" or not gradient(store, name).any(), name
@@ -219,7 +219,7 @@ def test_only_matrices_decay():
     _, store = make()
     before = {n: p.clone() for n, p in masters(store)}
     store.clear_gradients()
-    store.step(Numbers(0.5, 0.1, 1.0))  # zero gradients: only decay moves anything
+    store.step(StepScalars(0.5, 0.1, 1.0))  # zero gradients: only decay moves anything
     for name, p in masters(store):
         assert torch.allclose(p, before[name] * (0.95 if p.ndim > 1 else 1.0)), name
 
@@ -264,7 +264,7 @@ def test_norm_of_a_large_buffer():
     (big.weight * (store.master * 0.1).view_as(big.weight)).sum().backward()
     exact = torch.linalg.vector_norm(piece.master.detach().double()).item()
     assert store.weight_norm().item() == pytest.approx(exact, rel=2e-7)
-    assert store.step(Numbers(0.0, 0.0, 1.0)).item() == pytest.approx(0.1 * exact, rel=2e-7)
+    assert store.step(StepScalars(0.0, 0.0, 1.0)).item() == pytest.approx(0.1 * exact, rel=2e-7)
 
 
 LARGEST = 4 * 2 * 64 * 32  # bytes of GATED's mlp.fc, two matrices in one

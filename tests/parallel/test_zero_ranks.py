@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers import TINY
 from meshwright.config.schema import Optimizer
 from meshwright.model.gpt import GPT, initialise
-from meshwright.optim.rules import Numbers
+from meshwright.optim.rules import StepScalars
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.shard import ALIGN
 from meshwright.parallel.store import StoreSpec
@@ -92,7 +92,7 @@ def one_step(model, store, mine, lr=1e-2):
         for p in left_out:
             p.requires_grad_(True)
     sums = torch.tensor([total, len(mine)], dtype=torch.float64)
-    return store.step(Numbers(lr, 0.1, 1.0), sums), sums
+    return store.step(StepScalars(lr, 0.1, 1.0), sums), sums
 
 
 def assembled(parts):
@@ -370,7 +370,7 @@ def small_step(model, store, batches, scale):
     """Take a step at RATE; return the masters after it, of all ranks."""
     store.clear_gradients()
     losses_of(model, batches, scale)
-    store.step(Numbers(RATE, 0.1, scale))
+    store.step(StepScalars(RATE, 0.1, scale))
     named = store.named_state(False)
     return assembled(all_ranks(store.layout, named) if store.layout.world > 1 else [named])[0]
 
@@ -475,24 +475,28 @@ def check_non_finite(layout, dtype):
         ]
         for name, at in spots:
             for micro in (0, 1):
-                value, sink = (
+                value, main_grad = (
                     next(bad),
-                    getattr(model.get_parameter(name), "sink", None) if here and name else None,
+                    getattr(model.get_parameter(name), "main_grad", None)
+                    if here and name
+                    else None,
                 )
 
-                def spoil(*parts, store=store, at=at, value=value, sink=sink, micro=micro):
+                def spoil(
+                    *parts, store=store, at=at, value=value, main_grad=main_grad, micro=micro
+                ):
                     if store.is_last_backward == bool(micro):
-                        sink.begin()[0].view(-1)[at] = value
-                    type(sink).end(sink, *parts)
+                        main_grad.begin()[0].view(-1)[at] = value
+                    type(main_grad).end(main_grad, *parts)
 
-                if sink is not None:
-                    sink.end = spoil
+                if main_grad is not None:
+                    main_grad.end = spoil
                 store.clear_gradients()
                 for i, (batch, _) in enumerate(mine[1]):
                     store.begin_backward(i == 1)
                     losses_of(model, [batch])
                 sums = torch.tensor([value if here and name is None else 1.0, 2.0])
-                norm = store.step(Numbers(1e-2, 0.1, 1.0), sums)
+                norm = store.step(StepScalars(1e-2, 0.1, 1.0), sums)
                 assert norm.isfinite() == (name is None), (stage, name)
                 assert sums[0].isfinite() == (name is not None) and sums[1] == 2 * layout.world
                 store._wait_for(store.buckets)
@@ -501,8 +505,8 @@ def check_non_finite(layout, dtype):
                     name,
                     value,
                 )
-                if sink is not None:
-                    del sink.end
+                if main_grad is not None:
+                    del main_grad.end
         for i in range(1, STEPS):
             got, want = one_step(model, store, mine[i]), one_step(other, undisturbed, mine[i])
             assert (

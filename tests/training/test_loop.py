@@ -596,7 +596,7 @@ def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
 def test_nvidia_smi_of_other_machines(tmp_path, monkeypatch, capsys):
     """A machine's first rank prints; a failure, and one that hangs, are reported in one line."""
     mine = object.__new__(metrics.Metrics)
-    mine.is_lead, mine.gpus_are_hidden, mine.config = False, False, schema.TrainConfig()
+    mine.is_rank_0, mine.gpus_are_hidden, mine.config = False, False, schema.TrainConfig()
     place = {
         "RANK": "4",
         "WORLD_SIZE": "8",

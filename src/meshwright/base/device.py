@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NVIDIA = "cuda"
 _visible: dict[str, str] = {}  # the variables of HIDES as they were at first
 TRY_SECONDS = 60  # in which a device must answer
-_mapped = 0  # bytes, see `count_mapped`
+_mapped = 0  # bytes, see `count_symmetric_memory`
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
 SMI_SECONDS = 20  # until nvidia-smi must have answered; a hung driver never lets it
@@ -555,13 +555,13 @@ def peak_memory(device: torch.device) -> int | None:
     return int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped
 
 
-def count_mapped(size: int) -> None:
+def count_symmetric_memory(size: int) -> None:
     """Count bytes that other ranks map, which torch does not allocate as other tensors."""
     global _mapped
     _mapped += size
 
 
-def mapped_memory() -> int:
+def symmetric_memory() -> int:
     """Return the bytes that other ranks map."""
     return _mapped
 

@@ -70,7 +70,7 @@ class DeviceProfile:
     sources: tuple[str, ...] = ()
 
     @property
-    def mapped_ranks(self) -> int:
+    def symmetric_ranks(self) -> int:
         """How many devices map each other's memory: those of a machine, or 1."""
         return self.links.gpus_per_node if self.links.within.copies else 1
 

@@ -168,7 +168,7 @@ def mean_of(
             BAD_DATA,
         )
     # The steps before it, of which there must be enough.
-    numbers: list[int] = team.run_on_lead(
+    numbers: list[int] = team.run_on_rank_0(
         lambda: [n for n in steps.list_steps(location.root) if n < location.step]
     )
     if len(numbers) < number - 1:

@@ -26,7 +26,7 @@ from meshwright.base.storage.addresses import address_of
 from meshwright.base.storage.copies import read_note, write_note
 from meshwright.base.storage.store import BucketObjects, locate
 from meshwright.config.problem import SettingsError
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 
 OWNER = ".owner.json"  # also a file of the local folder: its name, and the last process that wrote
 BEAT = 20.0  # seconds
@@ -124,7 +124,7 @@ class Lease:
         until = time.monotonic() + DURATION
         while time.monotonic() < until:
             time.sleep(min(1.0, DURATION / 10))
-            pulse.tick()
+            heartbeat.tick()
             owner = read_owner(self.store, self.key)
             if owner is None or owner["released"]:
                 return owner

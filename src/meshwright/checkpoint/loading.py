@@ -73,7 +73,7 @@ def first_intact(
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
     team.run_on_all(lambda: mirror.fetch(path))
-    location, notes = search_on_lead(path, lambda: steps.find_step(path, sizes=sizes), team)
+    location, notes = search_on_rank_0(path, lambda: steps.find_step(path, sizes=sizes), team)
     reported: list[PassedStep] = []
     while True:
         reported += map(PassedStep, notes)
@@ -87,7 +87,7 @@ def first_intact(
             note = f"WARNING: skipping {location.folder.name}, it is damaged: {damage}"
             reported.append(PassedStep(note, location.step, str(damage)))
             older = functools.partial(find_older, path, location, damage, note, report)
-            location, notes = search_on_lead(path, older, team)
+            location, notes = search_on_rank_0(path, older, team)
 
 
 def find_older(
@@ -103,7 +103,7 @@ def find_older(
         raise DamagedCheckpoint(f"{damage}; {no_older}", everywhere=True) from damage
 
 
-def search_on_lead(path: Path, search: Callable[[], Search], team: Team) -> Search:
+def search_on_rank_0(path: Path, search: Callable[[], Search], team: Team) -> Search:
     """Let rank 0 find the step and pass it to all ranks, each below its own path."""
 
     def act() -> Any:
@@ -115,7 +115,7 @@ def search_on_lead(path: Path, search: Callable[[], Search], team: Team) -> Sear
         root = os.path.relpath(location.root, path)
         return [[location.kind, location.step, folder, root], notes]
 
-    parts, notes = team.run_on_lead(act)
+    parts, notes = team.run_on_rank_0(act)
     if parts is None:
         return None, notes
     kind, step, *below = parts
@@ -183,7 +183,7 @@ def open_foreign(
     from meshwright.checkpoint.pickle import pickles  # it imports torch
 
     kind, folder = location.kind, location.folder
-    if options.trust and team.is_lead:
+    if options.trust and team.is_rank_0:
         notice(f"--trust-pickle: any code in the files of {folder} is run")
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
@@ -273,7 +273,7 @@ def load_step(
         check_names(location.folder, source.tensors, asked, with_optimizer and bool(source.state))
         return conversions(source.tensors, asked)
 
-    for note in team.run_on_lead(compare):
+    for note in team.run_on_rank_0(compare):
         say(note)
 
     # Read it: of ours each rank has learnt only what it needs for that.
@@ -295,7 +295,7 @@ def open_together(
     once each: `opened` is what this rank has opened before.
     """
     team.run_on_all(
-        lambda: None if team.is_lead else publish.wait_until_visible(location.folder, team)
+        lambda: None if team.is_rank_0 else publish.wait_until_visible(location.folder, team)
     )
     if location.kind == NATIVE:
         source = open_step(location, options, team)
@@ -308,7 +308,7 @@ def open_together(
     def identify() -> str:
         return manifests.sha256([source.identity.encode()])
 
-    expected = team.run_on_lead(identify)
+    expected = team.run_on_rank_0(identify)
 
     def compare() -> None:
         if identify() != expected:

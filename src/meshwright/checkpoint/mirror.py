@@ -41,7 +41,7 @@ from meshwright.checkpoint.steps import (
     split_path,
     step_folder,
 )
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
 # What was sent from here: the tags of steps' files, the hashes of their manifests.
@@ -133,7 +133,7 @@ def bring(root: Path, below: str, objects: dict[str, Entry], had_owner: bool) ->
 
         def count(size: int) -> None:
             advance(size)
-            pulse.tick()  # other ranks may wait for this one
+            heartbeat.tick()  # other ranks may wait for this one
 
         for name, entry in lacking.items():
             download(store, f"{key}/{name}" if key else name, root / name, entry, count)

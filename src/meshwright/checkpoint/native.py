@@ -165,7 +165,7 @@ def step_files(
 
     # Rank 0 makes the index of all; only rank 0 has `texts` then.
     described = team.collect_merged(describe, merge_described)
-    size = team.run_on_lead(describe_all)
+    size = team.run_on_rank_0(describe_all)
     files: dict[str, Produce] = {
         name: lambda write, text=text: write(text)  # type: ignore[misc]
         for name, text in texts.items()
@@ -403,7 +403,7 @@ StoredBoxes = Mapping[str, StoredTensor]
 
 @dataclass
 class NativeSource(Source):
-    """A step of ours; on a rank but the lead, the parts of manifest and index that it needs."""
+    """A step of ours; on a rank but rank 0, the parts of manifest and index that it needs."""
 
     manifest: Mapping[str, File | FilePart] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
@@ -477,7 +477,7 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
         )
         return [config, state, list(opened[0].tensors.items()) if verify != "none" else []]
 
-    config, state, infos = team.run_on_lead(act)
+    config, state, infos = team.run_on_rank_0(act)
     source = opened[0] if opened else NativeSource(NATIVE, folder, step, config=config, state=state)
     if not opened:
         source.index = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in infos}, {}

@@ -30,7 +30,7 @@ from meshwright.base.files import naming_file, own_file, replacing, require_unli
 from meshwright.checkpoint import manifests
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
 from meshwright.config.problem import SettingsError
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
@@ -95,7 +95,7 @@ def write_step(
         crash_point("after_mkdir")
         parts = team.collect(explained(write))
         if users:  # each machine keeps the manifest
-            parts = team.run_on_lead(lambda: parts)
+            parts = team.run_on_rank_0(lambda: parts)
         manifest = {name: manifests.File(*file) for part in parts for name, file in part.items()}
         names_here = [
             name
@@ -140,7 +140,7 @@ def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
 def refuse_overwriting(root: Path, step: int, team: Team) -> None:
     """Refuse to overwrite an existing step unless it is damaged; all ranks verify a share of it."""
     target = step_folder(root, step)
-    foreign = team.run_on_lead(lambda: is_foreign(target) if target.exists() else None)
+    foreign = team.run_on_rank_0(lambda: is_foreign(target) if target.exists() else None)
     if foreign is None:
         return
     if not foreign:
@@ -161,7 +161,7 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
 
 def find_users(root: Path, team: Team) -> Users:
     """Find out which ranks share the folder: some may be on machines with a folder of their own."""
-    mark = root / team.run_on_lead(lambda: f".user-{uuid.uuid4().hex}")
+    mark = root / team.run_on_rank_0(lambda: f".user-{uuid.uuid4().hex}")
 
     def claim() -> int:
         root.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def find_users(root: Path, team: Team) -> Users:
 
 
 def is_first_user(users: Users, team: Team) -> bool:
-    return users[team.rank] == team.rank if users else team.is_lead
+    return users[team.rank] == team.rank if users else team.is_rank_0
 
 
 def wait_until_visible(path: Path, team: Team) -> None:
@@ -245,7 +245,7 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
     if hasattr(os, "posix_fadvise"):
         # Linux writes to the disk now, not all at once in fsync; unwritten pages stay cached.
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
-    pulse.tick()
+    heartbeat.tick()
     return manifests.sha256(parts)
 
 
@@ -339,7 +339,7 @@ def check_writable(
 ) -> None:
     """Check that all ranks can write here and see each other's files, and that `copies` fit."""
     root = Path(root)
-    mark = team.run_on_lead(lambda: f".write-test-{os.getpid()}")
+    mark = team.run_on_rank_0(lambda: f".write-test-{os.getpid()}")
     probe = root / f"{mark}-{team.rank}"
 
     def write() -> None:

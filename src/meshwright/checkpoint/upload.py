@@ -23,7 +23,7 @@ from meshwright.checkpoint.lease import confirm, read_owner
 from meshwright.checkpoint.manifests import MANIFEST, File, Manifest, read_manifest, sha256
 from meshwright.checkpoint.mirror import SENT
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.team import ALONE, Team
 
 RECEIPT = ".sent-by-rank-"  # begins the name of an object in a step that is not complete
@@ -86,12 +86,12 @@ class Uploader:
         self.removed.clear()
 
     def wait(self) -> None:
-        """Wait until nothing is sent any more, with signs of life for ranks that wait for this."""
+        """Wait until nothing is sent any more, with heartbeats for ranks that wait for this."""
         began = time.monotonic()
         is_explained = False
         while self.flying is not None and not self.flying.done():
             time.sleep(0.01)
-            pulse.tick()
+            heartbeat.tick()
             if not is_explained and time.monotonic() - began > SOON:
                 remark(f" > waiting for the upload to {address_of(self.root)}")
                 is_explained = True

@@ -65,7 +65,7 @@ class ChatConfig(ReadConfig):
 ABOUT = "Talk to a model: each line is answered, and /help lists commands. A base model continues the text."
 
 
-def prepare_chat(parsed: flags.Parsed[ChatConfig], is_lead: bool) -> ReadingTask:
+def prepare_chat(parsed: flags.Parsed[ChatConfig], is_rank_0: bool) -> ReadingTask:
     from meshwright.generation.templates import choose_template
 
     c = parsed.config

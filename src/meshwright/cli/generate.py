@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from meshwright.generation.language_model import LanguageModel
 
 
-def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> ReadingTask:
+def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> ReadingTask:
     c, t = parsed.config, parsed.config.texts
-    prompts = gather_prompts(c) if is_lead else []
+    prompts = gather_prompts(c) if is_rank_0 else []
     output = t.sample_output_file or f"{t.sample_input_file}.out"
     for flag, path, source in (
         ("--sample-output-file", output, t.sample_input_file),

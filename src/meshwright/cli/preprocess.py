@@ -39,13 +39,13 @@ def main(argv: list[str]) -> int:
 def show_inputs(config: PreprocessConfig) -> None:
     """Say what --dry-run would read and write; without a tokenizer, what it would read."""
     from meshwright.data.text.inputs import find_inputs
-    from meshwright.data.text.preprocess import Preparation
+    from meshwright.data.text.preprocess import PreprocessPlan
     from meshwright.data.text.reading import note_passed
 
     preparation = None
     if config.tokenizer != TokenizerFlags():
         with open(os.devnull, "w") as nowhere:
-            preparation = Preparation(config, nowhere, nowhere)
+            preparation = PreprocessPlan(config, nowhere, nowhere)
     inputs = preparation.inputs if preparation else find_inputs(config.preprocess)
     note_passed(inputs, config.preprocess)
     ids = f" with {preparation.tokenizer.size} ids" if preparation else ""

@@ -69,9 +69,9 @@ class ReadingCommand(Generic[C]):
         return launch.run_rank(argv, lambda words, world: self.run(argv, words, world))
 
     def run(self, argv: list[str], words: list[str], world: World) -> int:
-        is_lead = world.rank == 0
+        is_rank_0 = world.rank == 0
         parsed = command.settings(
-            self.config, words, self.name, self.about, self.positional, prints=is_lead
+            self.config, words, self.name, self.about, self.positional, prints=is_rank_0
         )
         if parsed is None:
             return DONE
@@ -83,7 +83,7 @@ class ReadingCommand(Generic[C]):
             and (status := launch.relaunch(c.parallel, [self.name, *argv])) is not None
         ):
             return status
-        task = self.prepare(parsed, is_lead)
+        task = self.prepare(parsed, is_rank_0)
 
         # torch is imported only now, so that a mistake in the flags is reported at once.
         from meshwright.generation import language_model, ranks

@@ -59,4 +59,4 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         if dry:
             return preflight.dry_run(config, start)
         command = ["meshwright", "train", *argv]
-        return run.run(config, Caller(handle_signals=True, start=start), command, parsed.idle)
+        return run.run(config, Caller(handle_signals=True, start=start), command, parsed.ignored)

@@ -90,17 +90,19 @@ def fill_from_file(config: TrainConfig, given: Collection[str]) -> Filled:
     raise SettingsError(f"{file} cannot be read: {registry.LACKING}", UNAVAILABLE)
 
 
-def shown_arguments(config: TrainConfig, idle: Mapping[str, Any], backend: str) -> dict[str, Any]:
+def shown_arguments(
+    config: TrainConfig, ignored: Mapping[str, Any], backend: str
+) -> dict[str, Any]:
     """Return name -> value of the block of arguments at the head of the log.
 
     Args:
-        idle: The given flags that have no effect, by name.
+        ignored: The given flags that have no effect, by name.
         backend: The backend of torch.distributed that this run uses.
     """
     for dialect in dialects():
         if dialect.arguments:
-            return dialect.arguments(config, idle, backend)
+            return dialect.arguments(config, ignored, backend)
     arguments: dict[str, Any] = {}
     for group in group_values(config):
         arguments |= vars(group)
-    return arguments | dict(idle)
+    return arguments | dict(ignored)

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-class Facets(TypedDict, total=False):
+class FlagSpec(TypedDict, total=False):
     """What is known of a flag beside its default, its help and its other spellings."""
 
     only: tuple[Any, ...] | None  # values that work before release `step`
@@ -42,8 +42,8 @@ class Facets(TypedDict, total=False):
     # for one start of a run: typed, never from a file or the environment, nor in its config.toml
     once: bool
     outcome: str  # property that it decides with others or by a default; that is compared on resume
-    # drawn by the tests' fuzz, copied by verify-layout's twin
-    proof: Literal["twin fuzz", "twin", "fuzz", ""]
+    # drawn by the tests' fuzz, copied by verify-layout's baseline
+    proof: Literal["baseline fuzz", "baseline", "fuzz", ""]
     read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
 
 
@@ -66,20 +66,20 @@ class TextForm:
 
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 # Facets that neither a flag nor its group states.
-DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__)
-DEFAULTS |= {"needs": (), "step": 0, "proof": "twin fuzz"}
+DEFAULTS: dict[str, Any] = dict.fromkeys(FlagSpec.__annotations__)
+DEFAULTS |= {"needs": (), "step": 0, "proof": "baseline fuzz"}
 DEFAULTS |= {"absent": MISSING, "only_trains": False, "resume": "note"}
 DEFAULTS |= {"word": "", "docs": "", "outcome": "", "read": ""}
 
 
 def flag(
-    default: Any, text: str | Callable[[], str], *aliases: str, **facets: Unpack[Facets]
+    default: Any, text: str | Callable[[], str], *aliases: str, **spec: Unpack[FlagSpec]
 ) -> Any:
     """Return a dataclass field that is a flag; the default `MISSING` makes it required.
 
     A text that depends on installed packages is a function, which `help_of` calls.
     """
-    own: dict[str, Any] = {"help": text, "aliases": aliases, **facets}
+    own: dict[str, Any] = {"help": text, "aliases": aliases, **spec}
     if isinstance(own.get("needs"), str):
         own["needs"] = (own["needs"],)
     metadata = DEFAULTS | own | {"own": frozenset(own)}
@@ -95,14 +95,14 @@ def help_of(f: dataclasses.Field[Any]) -> str:
     return text if isinstance(text, str) else text()
 
 
-def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
+def group(**spec: Unpack[FlagSpec]) -> Callable[[type[T]], type[T]]:
     """Return a decorator that gives these facets to a class's flags without their own."""
 
     def decorate(cls: type[T]) -> type[T]:
         for f in vars(cls).values():
             if isinstance(f, dataclasses.Field):
                 stated = {
-                    name: value for name, value in facets.items() if name not in f.metadata["own"]
+                    name: value for name, value in spec.items() if name not in f.metadata["own"]
                 }
                 f.metadata = types.MappingProxyType({**f.metadata, **stated})
         return cls
@@ -173,9 +173,9 @@ def with_settings(config: T, /, **values: Any) -> T:
     return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
 
 
-def twin_settings(group: Any) -> dict[str, Any]:
-    """Return the settings of a group that a small twin of a run takes over, as their flags say."""
-    shared = [f.name for f in dataclasses.fields(group) if "twin" in f.metadata["proof"]]
+def baseline_settings(group: Any) -> dict[str, Any]:
+    """Return the settings of a group that a small baseline of a run takes over, as their flags say."""
+    shared = [f.name for f in dataclasses.fields(group) if "baseline" in f.metadata["proof"]]
     return {name: getattr(group, name) for name in shared}
 
 
@@ -268,7 +268,7 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 
 def text_kind(f: dataclasses.Field[Any], kind: Any) -> str:
-    """Return what a field of text holds, as `Facets.value`; empty for all others."""
+    """Return what a field of text holds, as `FlagSpec.value`; empty for all others."""
     plain = inner_type(kind)
     plain = typing.get_args(plain)[0] if is_list(plain) else plain
     if choices_of(kind) or not (plain in (str, Path) or form_of(kind)):

@@ -104,7 +104,7 @@ class Parsed(Generic[C]):
     config: C
     sources: dict[str, str]
     notices: list[str]
-    idle: dict[str, Any]  # flags that were given and have no effect
+    ignored: dict[str, Any]  # flags that were given and have no effect
     dry_run: bool
     print_config: bool
     recipe: str = ""
@@ -200,7 +200,7 @@ def _resolve(
     require(problems + with_missing_last(found) if problems else found)
     built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
-    return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe, words)
+    return Parsed(built, sources, reader.notices, reader.ignored, *only_prints, recipe, words)
 
 
 def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> 
         require(problems)
 
     for name in [name for name in typed.values if name in no_effect()]:
-        reader.note_idle(name, typed.values.pop(name), "")
+        reader.note_ignored(name, typed.values.pop(name), "")
 
     # What is left is the only mistake, or it follows from another one.
     stray = [word for word in typed.unknown if not word.startswith("--")] + typed.words
@@ -604,7 +604,7 @@ class LayerReader:
         self.cls, self.fields = cls, config_fields(cls)
         self.problems: list[Problem] = []
         self.notices: list[str] = []
-        self.idle: dict[str, Any] = {}
+        self.ignored: dict[str, Any] = {}
         self.given: dict[str, GivenAs] = {}
         self.aliases = {
             _key(alias.lstrip("-")): n
@@ -621,7 +621,7 @@ class LayerReader:
         """
         out: dict[str, Any] = {}
         # The flags of other programs, as files and variables spell them.
-        idle = {_key(name.lstrip("-")): name for name in no_effect()}
+        ignored = {_key(name.lstrip("-")): name for name in no_effect()}
         switches = {}
         for flag, (target, meant) in equal().items():
             if target in self.fields:
@@ -637,9 +637,9 @@ class LayerReader:
                 self._read_field(out, name, value, given)
             elif name in old_switches():
                 self._read_switch(out, name, value, given)
-            elif name in idle:
+            elif name in ignored:
                 if value is not False:
-                    self.note_idle(idle[name], value, given.place)
+                    self.note_ignored(ignored[name], value, given.place)
             elif answer := known_elsewhere(
                 "--" + name.replace("_", "-"), plain(given.name + given.place)
             ):
@@ -708,18 +708,18 @@ class LayerReader:
             return  # a file for several commands
         try:
             out[name] = convert_value(bool, value)
-            if out[name] or name in self.idle:
-                self.idle[name] = out[name]
+            if out[name] or name in self.ignored:
+                self.ignored[name] = out[name]
         except ValueError as error:
             self._refuse(name, given, f": {error}")
 
-    def note_idle(self, name: str, value: Any, where: str) -> None:
+    def note_ignored(self, name: str, value: Any, where: str) -> None:
         """Report a flag that has no effect, and keep what was given."""
         count, reason = no_effect()[name]
         self.notices.append(f"{name} is accepted and has no effect: {reason}{where}")
         if isinstance(value, list) and count == 1:
             value = value[0]  # the command line has lists of words
-        self.idle[_key(name.lstrip("-"))] = value
+        self.ignored[_key(name.lstrip("-"))] = value
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read a TOML, YAML or Python file, flat or in sections named after the groups."""

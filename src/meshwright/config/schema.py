@@ -68,7 +68,7 @@ FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
 MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune", "absent": None, "only_trains": True}
 # where ranks are, and how they meet
-START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}
+START: dict[str, Any] = {"docs": "", "proof": "baseline", "read": "run"}
 EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
 DECAY_RAMPS = ("linear", "cosine")  # styles of the weight decay that lead from one value to another
 WSD, DATA_PARALLEL = "--lr-decay-style WSD", "several data-parallel ranks"
@@ -606,19 +606,19 @@ class Data:
         False,
         "mask the loss of the token that follows an end of document",
         needs="--packing stream",
-        proof="twin fuzz",
+        proof="baseline fuzz",
     )
     reset_position_ids: bool = flag(
         False,
         "restart positions after documents",
         needs=("learned or rotary positions", "--packing stream"),
-        proof="twin fuzz",
+        proof="baseline fuzz",
     )
     reset_attention_mask: bool = flag(
         False,
         "mask attention across ends of documents",
         needs="--packing stream",
-        proof="twin fuzz",
+        proof="baseline fuzz",
     )
     skip_train_iteration_range: list[Iterations] = flag(
         [], "ranges A-B of iterations that consume samples untrained", value="FORM"
@@ -790,20 +790,20 @@ class Training:
         "auto",
         "run the layers by fused Triton kernels; auto: on a GPU, where they compute the model",
         docs="memory",
-        proof="twin",
+        proof="baseline",
     )
     compile: Literal["auto", "on", "off"] = flag(
         "auto",
         "compile the layers with torch.compile; auto: on a GPU, where the fused kernels do not run",
         docs="memory",
         resume="free",
-        proof="twin",
+        proof="baseline",
     )
     cuda_graphs: Literal["auto", "on", "off"] = flag(
         "auto",
         "record a step once as CUDA graphs, then replay it; auto: on an NVIDIA GPU where it can pay",
         docs="memory",
-        proof="twin",
+        proof="baseline",
     )
 
     def __post_init__(self) -> None:
@@ -1000,7 +1000,7 @@ class Precision:
         "make reruns bit-identical on a GPU, at some cost in speed",
         docs="randomness",
         resume="free",
-        proof="twin",
+        proof="baseline",
     )
     fp32_residual_connection: bool = flag(
         False, "keep the residual stream in float32", needs="--fp16 or --bf16"
@@ -1069,7 +1069,7 @@ class Parallel:
         "a2a",
         "a2a: exchange tokens for heads around attention; p2p: a ring",
         only=("a2a",),
-        proof="twin",
+        proof="baseline",
         docs="",
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
@@ -1102,9 +1102,9 @@ class Parallel:
     )
     data_parallel_sums: Literal["auto", "copies", "collectives"] = flag(
         "auto",
-        "add gradients by copies of mapped memory or by collectives; auto: copies where GPUs map memory",
+        "add gradients by copies of symmetric memory or by collectives; auto: copies where GPUs map memory",
         needs=DATA_PARALLEL,
-        proof="twin",
+        proof="baseline",
     )
     zero_stage: int = flag(
         0,
@@ -1122,7 +1122,7 @@ class Parallel:
         "--deepspeed-config",
         value="FILE",
         docs="",
-        proof="twin",
+        proof="baseline",
     )
     remote_device: Literal["none", "cpu", "nvme"] = flag(
         "none",
@@ -1182,7 +1182,7 @@ class Parallel:
         "--check-weight-hash-across-dp-replicas-interval",
         bound=">=0",
         docs="",
-        proof="twin",
+        proof="baseline",
     )
     local_rank: int | None = flag(
         None, "set by launchers; LOCAL_RANK takes precedence", "--local_rank", hidden=True, **START
@@ -1263,7 +1263,7 @@ class Checkpoint:
         False, "fail if --load has no checkpoint", needs="--load", docs=""
     )
     ckpt_format: Literal["native", "torch"] = flag(
-        "native", "native, or torch: Megatron-LM's files", needs="--save", proof="twin fuzz"
+        "native", "native, or torch: Megatron-LM's files", needs="--save", proof="baseline fuzz"
     )
     save_hf: str | None = flag(
         None,
@@ -1326,7 +1326,7 @@ class Checkpoint:
         None,
         "save in the background (none: only on accelerators)",
         needs="--save",
-        proof="twin fuzz",
+        proof="baseline fuzz",
     )
     save_error: Literal["stop", "warn"] = flag(
         "stop",

@@ -19,7 +19,7 @@ from meshwright.base import device as devices
 from meshwright.base.errors import UserError
 from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request, not_finite_error, text_until_stop
-from meshwright.kernels.twins import upcast
+from meshwright.kernels.references import upcast
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
 

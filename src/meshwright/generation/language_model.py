@@ -32,8 +32,8 @@ from meshwright.model import counts
 from meshwright.model.cache import Cache
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
-from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.parallel_model import ParallelModel, build_parallel_model
 from meshwright.parallel.shard import Sharding
 from meshwright.parallel.window_losses import Scorer, plain_scorer
 from meshwright.runtime.ranks.team import ALONE, Team
@@ -334,12 +334,12 @@ def load_model(
     All ranks of the layout call this together, and each reads its own part.
     """
     # Of each step that was tried: if the newest is damaged, the one before may be another model.
-    opened: list[tuple[CheckedModel, CutModel]] = []
+    opened: list[tuple[CheckedModel, ParallelModel]] = []
 
     def accept(source: Source) -> Source:
         checked = check_model(describe_model(source, given), given, vocabulary, layout)
         sizes = checked.vocab, checked.padded, checked.positions
-        model = build_cut_model(checked.model, sizes, checked.layers, layout, dtype, device)
+        model = build_parallel_model(checked.model, sizes, checked.layers, layout, dtype, device)
         opened.append((checked, model))
         return checked.source
 

@@ -65,7 +65,7 @@ def run_on_ranks(
         team = join_ranks(
             world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
         )
-        if not team.is_lead:
+        if not team.is_rank_0:
             console.set_stream(None)
         serve_ranks(c, given, work, device, team, folders)
     return DONE
@@ -94,7 +94,7 @@ def serve_ranks(
                 folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team
             )
         calls = m.sharded.calls if m.sharded is not None else None
-        if calls is not None and not team.is_lead:
+        if calls is not None and not team.is_rank_0:
             if not calls.follow():
                 return
             continue

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
 from meshwright.parallel.calls import Calls
-from meshwright.parallel.cut_model import CutModel, ModelInput
+from meshwright.parallel.parallel_model import ModelInput, ParallelModel
 from meshwright.parallel.window_losses import WindowBatch, score_part
 from meshwright.runtime.ranks.team import Team
 
@@ -23,7 +23,7 @@ from meshwright.runtime.ranks.team import Team
 class ShardedModel:
     """The ranks of a layout. All make one; then rank 0 calls what has no underscore."""
 
-    def __init__(self, model: CutModel, padded: int, team: Team) -> None:
+    def __init__(self, model: ParallelModel, padded: int, team: Team) -> None:
         self.model, self.padded, self.calls = model, padded, Calls(team)
         self.calls.actions |= {
             "forward": self._forward,
@@ -74,7 +74,7 @@ class ShardedModel:
             inputs, lambda logits, i: model.gather_ids(logits), bool(last_only)
         )
         shape = (len(tokens), 1 if last_only else tokens.shape[1], self.padded)
-        return model.send_to_lead(logits[0] if logits else None, shape)
+        return model.send_to_rank_0(logits[0] if logits else None, shape)
 
     def rearrange(self, cache: Cache, rows: Tensor, used: int) -> None:
         self.calls.call("rearrange", torch.tensor([self.numbers[cache], used]), rows.cpu())

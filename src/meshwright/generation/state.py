@@ -13,7 +13,7 @@ from meshwright.generation.requests import Request, Top
 from meshwright.generation.sampling import ChoiceParts, Controls
 from meshwright.generation.text import TokenText
 from meshwright.kernels.decode import BAD, NONE, Draws, TextState
-from meshwright.kernels.twins import upcast
+from meshwright.kernels.references import upcast
 
 SMALLEST_TOP_P = 1e-12  # of a top_p that decays: 0 would be all tokens
 # Rows of SlotState.numbers. The first three are those of `sampling.control_numbers`.

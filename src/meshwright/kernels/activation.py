@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.kernels import gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.twins import twin, upcast
+from meshwright.kernels.references import reference, upcast
 
 
 def activate(kind: str, u: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,13 +46,13 @@ def _input(kind: str, u: Tensor, *_: Any) -> Tensor:
     return u
 
 
-@twin("activation.forward", of=_input)
+@reference("activation.forward", of=_input)
 def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     a = plain(kind, halves(kind, upcast(u))).to(u.dtype)
     return a if into is None else into.fill(a)
 
 
-@twin("activation.backward", of=_input)
+@reference("activation.backward", of=_input)
 def backward(
     kind: str, u: Tensor, grad: Tensor, summed: bool, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import gradients, moments
-from meshwright.kernels.twins import twin
+from meshwright.kernels.references import reference
 
 BLOCK = 128
 KIND_BITS = 4
@@ -93,14 +93,14 @@ def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
     return torch.cat(rows, 1).to(device, torch.int32)
 
 
-@twin("adamw.sum_squares")
+@reference("adamw.sum_squares")
 def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     """Return the sum of squares of the table's blocks, float64 []; the same bits every time."""
     blocks = table[0].long() >> KIND_BITS
     return x.view(-1, BLOCK)[blocks].double().square().sum()
 
 
-@twin("adamw.decide", of=lambda constants, numbers, step: step)
+@reference("adamw.decide", of=lambda constants, numbers, step: step)
 def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tensor:
     """Count a step if the norm and the loss are finite; return the decision.
 
@@ -111,7 +111,7 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     total, loss, lr, weight_decay, scale = (x.double() for x in numbers)
     log1, log2, clip = constants[:3]
     rate, decay = constants[3:].view(KINDS, 2).unbind(1)
-    norm, shrink, is_finite = gradients.judge(total, loss, scale, clip, torch.float64)
+    norm, shrink, is_finite = gradients.clip_and_check(total, loss, scale, clip, torch.float64)
     step += is_finite
     # Adam's corrections, from beta^t = exp(t log beta).
     t = step.double().clamp(min=1.0)  # 0 if no step was finite yet
@@ -125,7 +125,7 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     return torch.cat([of_all, of_kinds.view(-1)]).float()
 
 
-@twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
+@reference("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
 def update_blocks(
     buffers: AdamWBuffers,
     table: Tensor,

@@ -2,8 +2,8 @@
 
 Hand-written because torch's needs both: for 32 x 1024 tokens and 50,304 ids these are 6.6 + 3.3 GB
 in addition to the logits' 3.3. Forward reads the logits once; backward overwrites them with their
-gradient. On CUDA a Triton kernel processes each row; its plain twin, for every other device and for
-float64, processes some rows at a time.
+gradient. On CUDA a Triton kernel processes each row; its plain reference, for every other device
+and for float64, processes some rows at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.twins import twin, upcast
+from meshwright.kernels.references import reference, upcast
 
-PORTION = 1 << 20  # elements that the plain twin processes at a time; they fit a CPU's cache
+PORTION = 1 << 20  # elements that the plain reference processes at a time; they fit a CPU's cache
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -72,7 +72,7 @@ def portions(logits: Tensor) -> list[slice]:
     return [slice(begin, begin + count) for begin in range(0, len(logits), count)]
 
 
-@twin("cross_entropy.log_sum_exp")
+@reference("cross_entropy.log_sum_exp")
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits, 0 for a label that is not here."""
     if not vocab:  # these logits are all padding
@@ -91,7 +91,7 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
     return torch.cat(lses), torch.cat(picked)
 
 
-@twin("cross_entropy.overwrite")
+@reference("cross_entropy.overwrite")
 def overwrite(
     logits: Tensor,
     labels: Tensor,

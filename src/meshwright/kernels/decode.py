@@ -25,7 +25,7 @@ from meshwright.kernels import activation, norm
 from meshwright.kernels.draws import gumbel
 from meshwright.kernels.heads import HeadSizes, rotate, split
 from meshwright.kernels.norm import NormWeights, Operands
-from meshwright.kernels.twins import twin, upcast
+from meshwright.kernels.references import reference, upcast
 
 
 class DecodeLinear(NamedTuple):
@@ -68,14 +68,14 @@ NONE = -1  # the row had ended
 BAD = -2  # its logits were not finite
 
 
-@twin("decode.embed", of=lambda state, slots, wte, wpe: wte)
+@reference("decode.embed", of=lambda state, slots, wte, wpe: wte)
 def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
     """Return the embeddings [B, H] of the slots' last tokens."""
     x = F.embedding(state.token[slots], wte)
     return x if wpe is None else x + F.embedding(state.used[slots], wpe)
 
 
-@twin("decode.choose_tokens")
+@reference("decode.choose_tokens")
 def choose_tokens(
     logits: Tensor,
     vocab: int,
@@ -124,7 +124,7 @@ def linear_of_rows(x: Tensor, layer: DecodeLinear, residual: Tensor | None = Non
     return y if residual is None else residual + y
 
 
-linear_of_row = twin("decode.linear_of_row")(linear_of_rows)
+linear_of_row = reference("decode.linear_of_row")(linear_of_rows)
 
 
 def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
@@ -136,7 +136,7 @@ def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
     return activation.forward(layer.kind, u)
 
 
-@twin("decode.attend")
+@reference("decode.attend")
 def attend(
     qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor:

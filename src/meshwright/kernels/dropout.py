@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.twins import twin
+from meshwright.kernels.references import reference
 
 MASK = 0xFFFFFFFF
 
@@ -45,7 +45,7 @@ def rows(seed: int, *coordinates: Tensor) -> Tensor:
     return as_int32(h)
 
 
-@twin("dropout.site_rows", of=lambda seed, count, samples, columns: samples)
+@reference("dropout.site_rows", of=lambda seed, count, samples, columns: samples)
 def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
     return at_sites(rows(seed, samples, columns), count)
 
@@ -108,7 +108,7 @@ def mask_and_scale(x: Tensor, rows: Tensor, p: float) -> Tensor:
     return x * keep(rows, x.shape[-1], p) * (1.0 / (1.0 - p))
 
 
-drop = twin("dropout.drop")(mask_and_scale)
+drop = reference("dropout.drop")(mask_and_scale)
 
 
 class _Dropout(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels import gradients
-from meshwright.kernels.twins import is_triton, twin
+from meshwright.kernels.references import is_triton, reference
 
 
 class _Embedding(torch.autograd.Function):
@@ -32,13 +32,13 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         (ids,) = ctx.saved_tensors
-        sink = gradients.sink_of(ctx.parameter)
-        assert sink is not None
-        total, adds = sink.begin()
+        main_grad = gradients.main_grad_of(ctx.parameter)
+        assert main_grad is not None
+        total, adds = main_grad.begin()
         if not adds:
             total.zero_()
         add_rows(total, ids.flatten(), grad.reshape(-1, grad.shape[-1]))
-        sink.end()
+        main_grad.end()
         return None, None
 
 
@@ -53,12 +53,12 @@ def adds_rows(weight: Tensor) -> bool:
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `ids` [...] of a table [V, H]."""
-    if adds_rows(weight) and weight.requires_grad and gradients.sink_of(weight) is not None:
+    if adds_rows(weight) and weight.requires_grad and gradients.main_grad_of(weight) is not None:
         return _Embedding.apply(weight, ids)  # type: ignore[no-any-return,no-untyped-call]
     return F.embedding(ids, weight)
 
 
-@twin("embedding.add_rows")
+@reference("embedding.add_rows")
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Add each of the rows [N, H] to the row of `total` that `ids` [N] names."""
     total.index_add_(0, ids, rows.to(total.dtype))

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
-from meshwright.kernels.gradients import from_rows, sink_of
-from meshwright.kernels.twins import is_triton, launcher, twin
+from meshwright.kernels.gradients import from_rows, main_grad_of
+from meshwright.kernels.references import is_triton, launcher, reference
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -78,7 +78,7 @@ class Into(NamedTuple):
     amax: Tensor | None  # raised to that of y
 
     def fill(self, y: Tensor) -> Tensor:
-        """Cast y in another pass over memory, as the plain twins of such kernels do."""
+        """Cast y in another pass over memory, as the plain references of such kernels do."""
         quantise(y.reshape(self.out.shape), self.scale, self.amax, self.out, None)
         return self.out
 
@@ -90,7 +90,7 @@ def fp8_arguments(into: Into | None) -> tuple[Tensor | None, Tensor | None, floa
     return into.scale, into.amax, LARGEST[into.out.dtype], into.out.dtype is E5M2
 
 
-@twin("fp8.quantise")
+@reference("fp8.quantise")
 def quantise(
     x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None
 ) -> None:
@@ -111,7 +111,7 @@ def quantise(
         transpose_into(out, transposed)
 
 
-@twin("fp8.transpose_into")
+@reference("fp8.transpose_into")
 def transpose_into(q: Tensor, transposed: Tensor) -> None:
     """Transpose q [N, C] into `transposed` [C, padded N], whose padding becomes 0."""
     transposed.view(torch.uint8)[:, len(q) :] = 0
@@ -470,14 +470,14 @@ def give_gradient(
     parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]
 ) -> Tensor | None:
     """Give a parameter the gradient grad [out, N] @ x [in, N]^T, as gradients.from_product does."""
-    sink = sink_of(parameter)
-    if sink is None:
+    main_grad = main_grad_of(parameter)
+    if main_grad is None:
         return multiply(grad, x, scales, parameter.dtype, is_fast=False).view_as(parameter)
-    total, adds = sink.begin()
+    total, adds = main_grad.begin()
     flat = total.view(len(grad), len(x))
     if adds:
         flat.add_(multiply(grad, x, scales, total.dtype, is_fast=False))
     else:
         multiply(grad, x, scales, total.dtype, out=flat, is_fast=False)
-    sink.end()
+    main_grad.end()
     return None

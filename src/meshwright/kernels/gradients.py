@@ -2,8 +2,8 @@
 
 Autograd returns gradients in the weights' format, and the parameter store then adds each to its
 float32 total: two more passes over memory and one more launch for each parameter. A parameter with
-the attribute `sink` lets the kernels write into that total directly; they then return None as its
-gradient. Without one (ZeRO 3, custom models, tests) they return the gradient as usual.
+the attribute `main_grad` lets the kernels write into that total directly; they then return None as
+its gradient. Without one (ZeRO 3, custom models, tests) they return the gradient as usual.
 
 The gradients of biases and norm weights are sums of columns. Kernels sum some rows each, into one
 row of a small float32 matrix of partial sums (float64 for float64); `reduce_into` then sums that
@@ -18,13 +18,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.kernels.products import multiply_into, product
-from meshwright.kernels.twins import twin
+from meshwright.kernels.matmul import multiply_into, product
+from meshwright.kernels.references import reference
 
 Total = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
 
 
-class Sink(Protocol):
+class MainGrad(Protocol):
     """The place of one parameter's gradient in a parameter store."""
 
     def begin(self) -> tuple[Tensor, bool]:
@@ -34,19 +34,19 @@ class Sink(Protocol):
         """Note that the total includes this gradient, or one of its parts, one for each use."""
 
 
-def sink_of(parameter: Tensor) -> Sink | None:
-    """Return the parameter's sink, but none to the compiler, which adds no gradients itself."""
-    return None if torch.compiler.is_compiling() else getattr(parameter, "sink", None)
+def main_grad_of(parameter: Tensor) -> MainGrad | None:
+    """Return the parameter's main_grad, but none to the compiler, which adds no gradients itself."""
+    return None if torch.compiler.is_compiling() else getattr(parameter, "main_grad", None)
 
 
 def from_product(parameter: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Give a matrix the gradient grad^T x, from [N, out] and [N, in]."""
-    sink = sink_of(parameter)
-    if sink is None:
+    main_grad = main_grad_of(parameter)
+    if main_grad is None:
         return product(grad.t(), x).view_as(parameter)
-    total, adds = sink.begin()
+    total, adds = main_grad.begin()
     multiply_into(total.view(grad.shape[1], x.shape[1]), grad.t(), x, adds)
-    sink.end()
+    main_grad.end()
     return None
 
 
@@ -68,9 +68,9 @@ def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[
     out: list[Tensor | None] = []
     places: list[Total | None] = []
     for parameter in parameters:
-        sink = None if parameter is None else sink_of(parameter)
-        if sink is not None:
-            total, adds = sink.begin()
+        main_grad = None if parameter is None else main_grad_of(parameter)
+        if main_grad is not None:
+            total, adds = main_grad.begin()
             places.append((total.view(-1), adds))
             out.append(None)
         elif parameter is not None:
@@ -82,8 +82,8 @@ def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[
             out.append(None)
     reduce_into(places, partials)
     for parameter in parameters:
-        if parameter is not None and (sink := sink_of(parameter)) is not None:
-            sink.end()
+        if parameter is not None and (main_grad := main_grad_of(parameter)) is not None:
+            main_grad.end()
     return out
 
 
@@ -101,13 +101,13 @@ def column_sums(x: Tensor) -> Tensor:
     return sum_rows(x.reshape(-1, x.shape[-1]))
 
 
-@twin("gradients.sum_rows")
+@reference("gradients.sum_rows")
 def sum_rows(matrix: Tensor) -> Tensor:
     """Return partial sums [n, C] of the rows of a matrix [N, C]."""
     return matrix.sum(0, keepdim=True, dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
-@twin("gradients.reduce_into", of=lambda totals, partials: partials)
+@reference("gradients.reduce_into", of=lambda totals, partials: partials)
 def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     """Write or add partials[i].sum(0), from [k, n, C], to the i-th of up to three vectors."""
     for vector, rows in zip(totals, partials, strict=True):
@@ -116,7 +116,7 @@ def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
             total.add_(rows.sum(0)) if adds else total.copy_(rows.sum(0))
 
 
-def judge(
+def clip_and_check(
     squares: Tensor, loss: Tensor, scale: float | Tensor, clip: float | Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients' norm, the factor that clips them, and whether norm and loss are finite.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.kernels import gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.twins import twin, upcast
+from meshwright.kernels.references import reference, upcast
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
 
@@ -81,14 +81,14 @@ def split_and_rotate(
     return q, k, v
 
 
-@twin("heads.rotate_qk")
+@reference("heads.rotate_qk")
 def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
     q, k, _ = split(qkv, sizes.per_group, sizes.head_dim)
     return rotate(q, rotation), rotate(k, rotation)
 
 
-@twin("heads.pack", of=lambda grads, *_: grads[0])
+@reference("heads.pack", of=lambda grads, *_: grads[0])
 def pack(
     grads: Sequence[Tensor],
     sizes: HeadSizes,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import gradients
-from meshwright.kernels.products import affine, product
+from meshwright.kernels.matmul import affine, product
 
 
 class _Linear(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, in which a parameter of more than two dimensions is a stack of matrices."""
-    if torch.compiler.is_compiling() or gradients.sink_of(parameter) is None:
+    if torch.compiler.is_compiling() or gradients.main_grad_of(parameter) is None:
         return affine(x, parameter.flatten(0, -2), bias)
     return _Linear.apply(x, parameter, bias)  # type: ignore[no-any-return,no-untyped-call]
 

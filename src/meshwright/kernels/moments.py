@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.dropout import MASK, as_int32, mix, shuffled
-from meshwright.kernels.twins import twin
+from meshwright.kernels.references import reference
 
 LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
 # The least exponent of a format's normal numbers, and its largest code.
@@ -174,7 +174,7 @@ def assign(target: Tensor, values: Tensor) -> None:
         target.copy_(values)
 
 
-@twin("moments.store", of=lambda values, *_: values)
+@reference("moments.store", of=lambda values, *_: values)
 def store(
     values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False
 ) -> None:

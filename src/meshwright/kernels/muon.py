@@ -3,8 +3,8 @@
 `advance` reads the gradients and returns what Newton-Schulz orthogonalises after `normalise`;
 `subtract` subtracts the result from the weights. `advance` and `subtract` leave everything as it
 was if `skipped` is not 0, which the host never reads. On CUDA each is one Triton kernel over all
-matrices; the plain twins of these two take one matrix after the other. As in torch, the update is
-computed in 16 bits; only matrices of float64, by which layouts are compared, keep their format.
+matrices; the plain references of these two take one matrix after the other. As in torch, the update
+is computed in 16 bits; only matrices of float64, by which layouts are compared, keep their format.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import moments as formats
-from meshwright.kernels.twins import twin
+from meshwright.kernels.references import reference
 
 SMALLEST_NORM = 1e-7
 
 
-@twin("muon.advance", of=lambda gradients, *_: gradients[0])
+@reference("muon.advance", of=lambda gradients, *_: gradients[0])
 def advance(
     gradients: list[Tensor],
     moments: list[Tensor],
@@ -49,7 +49,7 @@ def advance(
     return out, torch.linalg.vector_norm(out, dim=dimensions, dtype=wide)
 
 
-@twin("muon.normalise")
+@reference("muon.normalise")
 def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x [n, r, c] / its norms [n] in a format.
 
@@ -59,7 +59,7 @@ def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.div(x, divisors, out=torch.empty_like(x, dtype=dtype))
 
 
-@twin("muon.subtract", of=lambda weights, *_: weights[0])
+@reference("muon.subtract", of=lambda weights, *_: weights[0])
 def subtract(
     weights: list[Tensor],
     updates: Tensor,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.kernels import dropout, gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.twins import twin, upcast
+from meshwright.kernels.references import reference, upcast
 
 
 class NormWeights(NamedTuple):
@@ -146,7 +146,7 @@ def differentiate(
     return of_residual, of_pending, of_weight, of_shift, of_bias
 
 
-@twin("norm.forward", of=lambda operands, *_: operands.pending)
+@reference("norm.forward", of=lambda operands, *_: operands.pending)
 def forward(
     operands: Operands, norm: NormWeights, into: Into | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -179,7 +179,7 @@ def forward(
     return x, y, mean, rstd
 
 
-@twin("norm.backward", of=lambda dx, dy, saved: saved.x)
+@reference("norm.backward", of=lambda dx, dy, saved: saved.x)
 def backward(
     dx: Tensor | None, dy: Tensor, saved: SavedRows
 ) -> tuple[Tensor | None, Tensor, Tensor]:

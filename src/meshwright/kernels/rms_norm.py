@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.twins import upcast
+from meshwright.kernels.references import upcast
 
 
 class _RMSNorm(torch.autograd.Function):

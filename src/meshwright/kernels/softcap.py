@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.cross_entropy import PORTION
-from meshwright.kernels.twins import twin, upcast
+from meshwright.kernels.references import reference, upcast
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -40,7 +40,7 @@ def portions(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.view(-1).split(PORTION) for x in tensors), strict=True)  # type: ignore[no-untyped-call]
 
 
-@twin("softcap.bound")
+@reference("softcap.bound")
 def bound(logits: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(logits / cap)."""
     out = torch.empty_like(logits)
@@ -49,7 +49,7 @@ def bound(logits: Tensor, cap: float) -> Tensor:
     return out
 
 
-@twin("softcap.overwrite")
+@reference("softcap.overwrite")
 def overwrite(logits: Tensor, grad: Tensor, cap: float) -> None:
     """Set the logits to the gradient of `bound`, (1 - tanh^2) * grad."""
     for x, g in portions(logits, grad):

@@ -1,7 +1,7 @@
 """Batched products that are known to be symmetric, such as X X^T or those of matrices that commute.
 
 From NVIDIA's Hopper on, whose tiles and speed the kernel is made for, it computes the lower
-triangle and mirrors it; its plain twin computes all of the product.
+triangle and mirrors it; its plain reference computes all of the product.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
-from meshwright.kernels.twins import twin
+from meshwright.kernels.references import reference
 
 SMALLEST = 256  # rows; below, all of a product is four tiles of the kernel
 MULTIPLE = 16  # of the rows and columns of what the kernel takes
@@ -33,13 +33,13 @@ def symmetric_product(
     return multiply(a, b, c, scale, keep, diagonal)
 
 
-@twin("symmetric.half_product")
+@reference("symmetric.half_product")
 def half_product(
     a: Tensor, b: Tensor, c: Tensor | None, scale: float, keep: float, diagonal: float
 ) -> Tensor:
-    """Return the same from one half of the products; this twin computes both.
+    """Return the same from one half of the products; this reference computes both.
 
-    The kernel rounds once, the twin a second time where it adds the diagonal.
+    The kernel rounds once, the reference a second time where it adds the diagonal.
     """
     added, factor = (a.new_zeros(1, 1, 1), 0.0) if c is None else (c, keep)
     out = torch.baddbmm(added, a, b.mT, beta=factor, alpha=scale)

@@ -1,7 +1,7 @@
 """The block of gpt.py made of fused kernels, run without a compiler.
 
-The parameters and, up to rounding, the numbers are those of `Block`, its twin. cuBLAS computes the
-products and torch's kernels the attention. Between them one kernel in each direction does what
+The parameters and, up to rounding, the numbers are those of `Block`, its reference. cuBLAS computes
+the products and torch's kernels the attention. Between them one kernel in each direction does what
 would take several passes over memory: the addition to the residual stream with the norm after it,
 the split into heads with their rotation, and the activation. The gradients of biases come out of
 the same passes, so the products take their biases detached.

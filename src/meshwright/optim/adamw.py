@@ -10,9 +10,9 @@ from meshwright.config.schema import Optimizer
 from meshwright.kernels import adamw
 from meshwright.kernels.moments import Place, make_block_draws
 from meshwright.optim.rules import (
-    Numbers,
-    Treatment,
-    Verdict,
+    GradientCheck,
+    ParamGroup,
+    StepScalars,
     adamw_constants,
     is_rounded,
     state_dtype,
@@ -22,7 +22,7 @@ from meshwright.optim.rules import (
 class FlatAdamW:
     """The state of AdamW for some ranges of flat buffers, and its update in one launch.
 
-    A range's kind is a number of `treatments`. `flats` are the summed gradients, the masters, and
+    A range's kind is a number of `param_groups`. `flats` are the summed gradients, the masters, and
     the weights if they are a copy of these. `places` are those of the parameters in the ranges, and
     the blocks of each; they are for a state of fewer bits.
     """
@@ -30,7 +30,7 @@ class FlatAdamW:
     def __init__(
         self,
         o: Optimizer,
-        treatments: list[Treatment],
+        param_groups: list[ParamGroup],
         ranges: list[adamw.FlatRange],
         flats: tuple[Tensor, Tensor, Tensor | None],
         places: list[tuple[Place, int]],
@@ -39,7 +39,7 @@ class FlatAdamW:
         device = master.device
         sizes = [r.end - r.begin for r in ranges]
         self.settings = adamw_constants(o)
-        kinds = [(t.rate, t.decay) for t in treatments]
+        kinds = [(t.rate, t.decay) for t in param_groups]
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, kinds)
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
@@ -63,17 +63,17 @@ class FlatAdamW:
         """Return the sum of squares of the gradients that count."""
         return adamw.sum_squares(self.buffers.gradients, self.counted)
 
-    def judge(self, squares: Tensor, loss: Tensor, numbers: Numbers) -> Verdict:
+    def clip_and_check(self, squares: Tensor, loss: Tensor, scalars: StepScalars) -> GradientCheck:
         """Compute the clip factor and whether the step is applied, which counts it."""
-        if not isinstance(numbers.lr, Tensor):
+        if not isinstance(scalars.lr, Tensor):
             # In one transfer; a CUDA graph brings tensors of its own.
-            on_host = torch.tensor(numbers, dtype=torch.float64)
-            numbers = Numbers(*devices.send(on_host, self.step.device).unbind())
-        decision = adamw.decide(self.constants, (squares, loss, *numbers), self.step)  # type: ignore[arg-type]
+            on_host = torch.tensor(scalars, dtype=torch.float64)
+            scalars = StepScalars(*devices.send(on_host, self.step.device).unbind())
+        decision = adamw.decide(self.constants, (squares, loss, *scalars), self.step)  # type: ignore[arg-type]
         is_finite = decision[adamw.FINITE] > 0
-        return Verdict(decision[adamw.NORM], decision[adamw.SHRINK], is_finite, decision)
+        return GradientCheck(decision[adamw.NORM], decision[adamw.SHRINK], is_finite, decision)
 
-    def update(self, verdict: Verdict) -> None:
+    def update(self, check: GradientCheck) -> None:
         """Update masters, state and weights."""
-        assert verdict.decision is not None
-        adamw.update_blocks(self.buffers, self.table, self.settings, verdict.decision, self.draws)
+        assert check.decision is not None
+        adamw.update_blocks(self.buffers, self.table, self.settings, check.decision, self.draws)

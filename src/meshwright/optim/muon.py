@@ -27,7 +27,7 @@ plain form in bfloat16, which torch computes. In bfloat16 the gram form would be
 than plain, and would diverge without the second R. Devices without Triton kernels keep torch's
 form.
 
-Where several ranks share matrices, each is orthogonalised on one of them: parallel/homes.py.
+Where several ranks share matrices, each is orthogonalised on one of them: parallel/owner_ranks.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from f
 
 
 class Exchange(Protocol):
-    """The way of matrices to their homes, and of updates back: parallel/homes.py."""
+    """The way of matrices to their owners, and of updates back: parallel/owner_ranks.py."""
 
     @property
     def rounds(self) -> list[Any]: ...
@@ -114,7 +114,7 @@ class Muon(OwnRule):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         if self.spread.exchange is not None:
-            self._update_at_homes(self.spread.exchange, group)
+            self._update_at_owners(self.spread.exchange, group)
             return
         pairs = zip(self.spread.forms, group["params"], strict=True)
         used = [(form, p) for form, p in pairs if p.grad is not None]
@@ -134,7 +134,7 @@ class Muon(OwnRule):
             x = orthogonalise_either(x, group["ns_steps"])
         self._subtract(matrices, x, form, group)
 
-    def _update_at_homes(self, exchange: Exchange, group: dict[str, Any]) -> None:
+    def _update_at_owners(self, exchange: Exchange, group: dict[str, Any]) -> None:
         parameters = group["params"]
         forms = self.spread.forms
         steps = group["ns_steps"]

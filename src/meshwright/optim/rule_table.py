@@ -1,4 +1,4 @@
-"""The treatment of each parameter by the update, and the state that its rule keeps. No torch."""
+"""The parameter group of each parameter by the update, and the state that its rule keeps. No torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_beyond_torch(o: Optimizer) -> bool:
     return is_rounded(o) or o.cautious_weight_decay
 
 
-class Treatment(NamedTuple):
+class ParamGroup(NamedTuple):
     """How a step changes a parameter."""
 
     rule: Rule
@@ -58,8 +58,8 @@ class Treatment(NamedTuple):
     decay: float
 
 
-def treatment_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> Treatment:
-    """Return a parameter's treatment; `m` is None for a custom model.
+def param_group_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> ParamGroup:
+    """Return a parameter's parameter group; `m` is None for a custom model.
 
     Weight decay is for matrices and embeddings, not biases and norms. With Muon, only matrices of
     layers follow its rule, the rest AdamW's. A peak rate of its own is a factor of --lr, so that it
@@ -78,7 +78,7 @@ def treatment_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> T
         carried = factors_of(m, name, is_matrix, rule == "muon")
         rate *= carried.rate
         decay *= carried.decay
-    return Treatment(rule, rate, decay)
+    return ParamGroup(rule, rate, decay)
 
 
 def own_rate(o: Optimizer, name: str, is_matrix: bool) -> float | None:

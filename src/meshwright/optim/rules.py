@@ -1,4 +1,4 @@
-"""The treatment of each parameter, and the optimizers over flat buffers."""
+"""The parameter group of each parameter, and the optimizers over flat buffers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.kernels.adamw import AdamWConstants
 from meshwright.optim import elementwise
 from meshwright.optim.muon import Muon, Spread
 from meshwright.optim.rule_table import STATE as STATE
+from meshwright.optim.rule_table import ParamGroup as ParamGroup
 from meshwright.optim.rule_table import Rule as Rule
-from meshwright.optim.rule_table import Treatment as Treatment
 from meshwright.optim.rule_table import is_beyond_torch as is_beyond_torch
 from meshwright.optim.rule_table import is_rounded as is_rounded
-from meshwright.optim.rule_table import treatment_of
+from meshwright.optim.rule_table import param_group_of
 from meshwright.runtime.lazy_compiler import spare, spare_step
 
 AdamW = spare_step(torch.optim.AdamW)
@@ -24,7 +24,7 @@ SGD = spare_step(torch.optim.SGD)
 spare(torch.optim.Optimizer.add_param_group)
 
 
-class Numbers(NamedTuple):
+class StepScalars(NamedTuple):
     """The numbers of one update.
 
     Floats, or float64 tensors [] on the training device, which a CUDA graph reads anew at each
@@ -36,7 +36,7 @@ class Numbers(NamedTuple):
     scale: float | Tensor = 1.0  # of the loss, for fp16
 
 
-class Verdict(NamedTuple):
+class GradientCheck(NamedTuple):
     """The outcome of a step's gradients, as tensors [] on the device."""
 
     norm: Tensor  # before clipping
@@ -45,8 +45,8 @@ class Verdict(NamedTuple):
     decision: Tensor | None = None  # of AdamW over flat buffers
 
 
-def treatment(o: Optimizer, m: Model | None, name: str, parameter: Tensor) -> Treatment:
-    return treatment_of(o, m, name, parameter.ndim)
+def param_group(o: Optimizer, m: Model | None, name: str, parameter: Tensor) -> ParamGroup:
+    return param_group_of(o, m, name, parameter.ndim)
 
 
 def state_dtype(o: Optimizer, key: str, full: torch.dtype) -> torch.dtype:

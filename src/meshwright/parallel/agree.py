@@ -1,7 +1,7 @@
 """Agreement of a group's ranks: all of them can do something, or none does it.
 
 The way to map each other's memory (torch's symmetric memory) is agreed upon here too: overlap.py
-and mapped.py copy over NVLink through it.
+and symmetric_memory.py copy over NVLink through it.
 """
 
 from __future__ import annotations

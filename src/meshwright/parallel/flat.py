@@ -14,22 +14,23 @@ pass is fastest, simplest to shard and simplest to save as one long vector:
     average    [n / r]  of the masters, with --ema
 
 The vector consists of buckets: one per layer and one per part outside the layers. A bucket's sum
-over the data-parallel ranks, by collectives or by copy engines (mapped.py), starts as soon as the
-last micro-batch has filled it, while the backward pass continues:
+over the data-parallel ranks, by collectives or by copy engines (symmetric_memory.py), starts as
+soon as the last micro-batch has filled it, while the backward pass continues:
 
     ZeRO 0   all-reduce the bucket; every rank updates everything
     ZeRO 1   reduce-scatter it; each rank updates its 1/r of the bucket, and the new weights are
              all-gathered, which the next forward pass waits for layer by layer
     ZeRO 2   the same after every micro-batch, so that full gradients of at most three buckets exist
 
-A gradient reaches its bucket without a copy. The store gives each parameter a `sink`; the backward
-pass of a product (kernels/gradients.py) adds into the sink's total itself, or autograd's hook does:
+A gradient reaches its bucket without a copy. The store gives each parameter a `main_grad`; the
+backward pass of a product (kernels/gradients.py) adds into the main_grad's total itself, or
+autograd's hook does:
 
     kernels/gradients.from_product(parameter, ...)       backward of one use of the parameter
-      total, adds = parameter.sink.begin()               its view of bucket.gradients
+      total, adds = parameter.main_grad.begin()               its view of bucket.gradients
       total += grad^T @ x                                or = for the step's first micro-batch
-      parameter.sink.end()                               one part has come
-        GradientSink.end -> FlatStore.sum_over_ranks     if it was the bucket's last: start the sum
+      parameter.main_grad.end()                               one part has come
+        FlatMainGrad.end -> FlatStore.sum_over_ranks     if it was the bucket's last: start the sum
 
 With `offload`, masters and state stay in host memory and are updated there. Every parameter starts
 at a multiple of ALIGN elements so that matrix products read aligned memory; the gaps stay 0.
@@ -50,22 +51,22 @@ from torch import Tensor, nn
 
 from meshwright.base import device as devices
 from meshwright.kernels import adamw
+from meshwright.kernels.matmul import put_into
 from meshwright.kernels.moments import Place
-from meshwright.kernels.products import put_into
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.optim.average import MovingAverage
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import comm, shard
-from meshwright.parallel.mapped import BufferMapper
 from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
+from meshwright.parallel.symmetric_memory import BufferMapper
 
 
 class UpdateKind(NamedTuple):
     """Properties that decide how a parameter is updated and counted."""
 
-    treatment: rules.Treatment
+    param_group: rules.ParamGroup
     copied: bool  # every tensor rank holds a full copy
 
 
@@ -131,8 +132,8 @@ class FlatStore(Store):
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = shard.bucket(name, self.layout.tp, self.sharding.sequence)
-            treatment = rules.treatment(self.optimizer, self.model, name, p)
-            kind = UpdateKind(treatment, copied=not self.sharding.is_cut(name))
+            param_group = rules.param_group(self.optimizer, self.model, name, p)
+            kind = UpdateKind(param_group, copied=not self.sharding.is_sharded(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         # One bucket after the other, in it one kind after the other: a kind is one range.
         begin = 0
@@ -159,7 +160,7 @@ class FlatStore(Store):
         # The full buffers, in symmetric memory if copy engines sum and gather them.
         part = self.size // self.shard_count
         self.mapped = mapper.zeros(self.size, self.full_dtype) if mapper else None  # gradients
-        self.mapped_weights = (
+        self.symmetric_weights = (
             mapper.zeros(self.size, self.dtype) if mapper and self.is_sharded else None
         )
         if self.mapped:
@@ -168,8 +169,8 @@ class FlatStore(Store):
         else:
             kept = self.size if self.keeps_gradients else 0
             self.gradients = zeros(kept, self.full_dtype, self.device)
-        if self.mapped_weights:
-            self.weights = self.mapped_weights.own
+        if self.symmetric_weights:
+            self.weights = self.symmetric_weights.own
         else:
             self.weights = zeros(self.size, self.dtype, self.device)
         # This rank's part: the same memory as a full buffer where nothing sets them apart.
@@ -232,7 +233,9 @@ class FlatStore(Store):
 
     def _ranges(self) -> Iterator[tuple[Bucket, UpdateKind, adamw.FlatRange]]:
         """Cut this rank's part into ranges of one kind."""
-        numbers = {treatment: number for number, treatment in enumerate(self._adamw_treatments())}
+        numbers = {
+            param_group: number for number, param_group in enumerate(self._adamw_param_groups())
+        }
         for bucket in self.buckets.values():
             first, begin, size = self.own_part(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
@@ -240,14 +243,14 @@ class FlatStore(Store):
                 high = min(kind_end, first + size)
                 if low < high:
                     sharded = begin + low - first, begin + high - first
-                    number = numbers.get(kind.treatment, 0)
+                    number = numbers.get(kind.param_group, 0)
                     yield bucket, kind, adamw.FlatRange(*sharded, number, bucket.begin + low)
 
-    def _adamw_treatments(self) -> list[rules.Treatment]:
-        treatments = {
-            kind.treatment for bucket in self.buckets.values() for kind, *_ in bucket.kinds
+    def _adamw_param_groups(self) -> list[rules.ParamGroup]:
+        param_groups = {
+            kind.param_group for bucket in self.buckets.values() for kind, *_ in bucket.kinds
         }
-        return sorted(treatment for treatment in treatments if treatment.rule == "adamw")
+        return sorted(param_group for param_group in param_groups if param_group.rule == "adamw")
 
     def _make_update_ranges(self) -> None:
         """Make a piece of each range, and hand it to its optimizer."""
@@ -259,18 +262,18 @@ class FlatStore(Store):
         own: list[adamw.FlatRange] = []
         places: list[tuple[Place, int]] = []
         for bucket, kind, r in self._ranges():
-            if kind.treatment.rule == "adamw" and has_kernel:
+            if kind.param_group.rule == "adamw" and has_kernel:
                 own.append(r)
                 for _, begin, end, place in self._parts_of(bucket, r):
                     places.append((place, (end - begin) // shard.ALIGN))
         if own:
             weights = None if self.master is self.weights else self.weights
             flats = (self.share, self.master, weights)
-            self.flat = FlatAdamW(self.optimizer, self._adamw_treatments(), own, flats, places)
-        # The other ranges go to an optimizer of their treatment; Muon's follow by matrices.
+            self.flat = FlatAdamW(self.optimizer, self._adamw_param_groups(), own, flats, places)
+        # The other ranges go to an optimizer of their parameter group; Muon's follow by matrices.
         counted: list[adamw.FlatRange] = []
         for bucket, kind, r in self._ranges():
-            rule = kind.treatment.rule
+            rule = kind.param_group.rule
             master = nn.Parameter(self.master[r.begin : r.end])
             master.grad = self.host_share[r.begin : r.end]
             if self.flat is not None and rule == "adamw":
@@ -280,7 +283,7 @@ class FlatStore(Store):
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
             first = next(n for n, (at, _) in bucket.spans.items() if begin <= at)
             if rule != "muon" and (self.flat is None or rule != "adamw"):
-                updated.setdefault(kind.treatment, []).extend(
+                updated.setdefault(kind.param_group, []).extend(
                     self._members(bucket, r, first, master, state)
                 )
             is_counted = self.sharding.is_counted(first)
@@ -293,11 +296,11 @@ class FlatStore(Store):
             self.flat.count(counted)
         for bucket in self.buckets.values():
             for kind, begin, end in bucket.kinds:
-                if kind.treatment.rule != "muon":
+                if kind.param_group.rule != "muon":
                     continue
                 for name, (offset, _) in bucket.spans.items():
                     if begin <= offset < end:
-                        updated.setdefault(kind.treatment, []).extend(self._matrices(name))
+                        updated.setdefault(kind.param_group, []).extend(self._matrices(name))
         self.make_updates(updated)
 
     def _parts_of(
@@ -430,8 +433,8 @@ class FlatStore(Store):
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
             full = self.weights[bucket.begin : bucket.begin + bucket.size]
             own = self._own_weights(bucket)
-            if self.mapped_weights:
-                work = self.mapped_weights.gather(bucket.begin, bucket.size)
+            if self.symmetric_weights:
+                work = self.symmetric_weights.gather(bucket.begin, bucket.size)
             else:
                 work = comm.gather_into(full, own, group=self.layout.group("shard"), async_op=True)
             bucket.gathering = work, own
@@ -475,19 +478,19 @@ class FlatStore(Store):
 
         Kernels do so in one part for each of the parameter's `uses` in the network; 0 is unknown.
         """
-        sink = GradientSink(self, bucket, name, uses)
+        main_grad = FlatMainGrad(self, bucket, name, uses)
 
         def add(p: Tensor) -> None:
             if p.grad is None:  # kernels have put it into the total
                 return
-            total, adds = sink.begin()
+            total, adds = main_grad.begin()
             put_into(total, p.grad, adds)
             p.grad = None
-            sink.end(max(uses, 1))  # autograd has waited for all uses
+            main_grad.end(max(uses, 1))  # autograd has waited for all uses
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         if uses:
-            parameter.sink = sink  # type: ignore[attr-defined]
+            parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def sum_full_buckets(self) -> None:
         """Start sums in a fixed order, from the last layer to the first.
@@ -602,7 +605,7 @@ class FlatStore(Store):
             values = flat[to - begin : to - begin + high - low].detach()
             return values.view(boxes[0][1]) if len(boxes) == 1 else values
 
-        state = self.new_state(kind.treatment.rule, self.master[:0])
+        state = self.new_state(kind.param_group.rule, self.master[:0])
         if owned and boxes:
             state = {key: cut(owned.state[key], owned.begin) for key in state}
         if self.average is not None:
@@ -610,7 +613,7 @@ class FlatStore(Store):
         return tuple(full), boxes, cut(self.master, 0), state
 
 
-class GradientSink:
+class FlatMainGrad:
     """The total of one parameter's gradient, to which hooks and kernels add: a gradients.Sink."""
 
     def __init__(self, store: FlatStore, bucket: Bucket, name: str, uses: int) -> None:

@@ -92,12 +92,12 @@ class FullyShardedStore(Store):
             local = p.to_local().detach()
             local.zero_()
             master = nn.Parameter(local)
-            treatment = rules.treatment(self.optimizer, self.model, name, local)
-            state = self.new_state(treatment.rule, local)
+            param_group = rules.param_group(self.optimizer, self.model, name, local)
+            state = self.new_state(param_group.rule, local)
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)
             member = Member(name, master, state, self.place_of(name))
-            updated.setdefault(treatment, []).append(member)
+            updated.setdefault(param_group, []).append(member)
         self.make_updates(updated)
         if self.optimizer.ema:
             masters = [owned.master.detach() for owned in self.update_ranges]

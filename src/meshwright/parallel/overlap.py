@@ -1,6 +1,6 @@
 """Products of tensor parallelism together with the collective before or after them.
 
-`PlainProducts` runs one after the other. `OverlappedProducts` cuts the rows by rank: while a
+`PlainMatmuls` runs one after the other. `OverlappedMatmuls` cuts the rows by rank: while a
 product runs on some rows, copy engines move others over NVLink, between memory that the ranks map
 from each other (torch's symmetric memory), without multiprocessors of the GPU and without NCCL.
 
@@ -15,8 +15,8 @@ format at each rank, as in NCCL's ring.
 Hand-written because torch's pipelines of the same purpose (torch.ops.symm_mem.fused_*) make a step
 of 2.7B take 167 ms on two H100 GPUs, where it takes 153 by these and half of one GPU's is 135: they
 run the product of own rows first in most scatters, so that nothing hides the copy of the others,
-and a sum, more barriers and copies into mapped memory come on top. Multicast is not needed and is
-left off.
+and a sum, more barriers and copies into symmetric memory come on top. Multicast is not needed and
+is left off.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.base import device as devices
-from meshwright.kernels.products import affine, product
+from meshwright.kernels.matmul import affine, product
 from meshwright.parallel import comm
 from meshwright.parallel.agree import to_map_memory
 from meshwright.parallel.layout import MORE_ROOMS, WORTHWHILE_BYTES
-from meshwright.parallel.mapped import Arrival, BufferMapper
+from meshwright.parallel.symmetric_memory import Arrival, BufferMapper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +44,7 @@ TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
 PIECES = 2
 
 
-class PlainProducts:
+class PlainMatmuls:
     """NCCL's collectives (gloo's, on CPUs) before and after whole products."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -93,10 +93,10 @@ class Arrivals(list[Arrival]):
             arrival.wait()
 
 
-class OverlappedProducts(PlainProducts):
+class OverlappedMatmuls(PlainMatmuls):
     """Products while rows are copied.
 
-    Each rank's mapped memory has room for all ranks' rows, which their ranks send, and two more
+    Each rank's symmetric memory has room for all ranks' rows, which their ranks send, and two more
     rooms of this size, `room` bytes, for sums, which the next rank fetches.
     """
 
@@ -240,18 +240,18 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.addmm(bias, a, b, out=out)
 
 
-def choose_products(
+def choose_matmuls(
     wanted: str, group: ProcessGroup, device: torch.device, room: int, unworthy: str = ""
-) -> tuple[PlainProducts, str]:
+) -> tuple[PlainMatmuls, str]:
     """Return the products for a group, and why they are not overlapped ("" if they are).
 
     `room` is the bytes of a rank's rows; `unworthy` says why "auto" does without. Every rank of the
     group must call this; all get the same kind.
     """
-    chosen = [PlainProducts(group)]
+    chosen = [PlainMatmuls(group)]
 
     def map_memory() -> None:
-        chosen.append(OverlappedProducts(group, max(room, TRIAL_BYTES), device))
+        chosen.append(OverlappedMatmuls(group, max(room, TRIAL_BYTES), device))
 
     def compare() -> str:
         difference = largest_difference(chosen[-1], device)
@@ -266,13 +266,13 @@ def choose_products(
 
 
 @torch.no_grad()
-def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
+def largest_difference(chosen: PlainMatmuls, device: torch.device) -> float:
     """Return the largest relative difference of products of each kind from the plain ones.
 
     Each runs twice with other numbers, so that rows of the first time, which a missing wait would
     leave, show. Rows of 1 MiB take longer to copy than small products to begin.
     """
-    plain = PlainProducts(chosen.group)
+    plain = PlainMatmuls(chosen.group)
     ranks = dist.get_world_size(chosen.group)
     own = torch.Generator(device).manual_seed(1 + dist.get_rank(chosen.group))
     common = torch.Generator(device).manual_seed(0)

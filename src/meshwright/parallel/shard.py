@@ -110,7 +110,7 @@ class Sharding:
     tied: bool = False
     replicated: tuple[str, ...] = ()
 
-    def is_cut(self, name: str) -> bool:
+    def is_sharded(self, name: str) -> bool:
         return self.layout.tp > 1 and rule(name).cut is not None
 
     def is_counted(self, name: str) -> bool:
@@ -118,7 +118,7 @@ class Sharding:
         at = self.layout.at
         if self.tied and name == "wte.weight" and at("pp"):
             return False
-        return not (at("tp") and not self.is_cut(name)) and not at(*self.replicated)
+        return not (at("tp") and not self.is_sharded(name)) and not at(*self.replicated)
 
     def full_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
         """Return the shape of the full tensor, given that of a tensor rank's part."""

@@ -30,9 +30,9 @@ from meshwright.optim.muon import Spread
 from meshwright.optim.own_rule import OwnRule
 from meshwright.optim.rule_table import AVERAGE, form_of
 from meshwright.parallel import shard
-from meshwright.parallel.homes import Homes, SharedParameter, Sharers
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.mapped import BufferMapper
+from meshwright.parallel.owner_ranks import OwnerRanks, SharedParameter, Sharers
+from meshwright.parallel.symmetric_memory import BufferMapper
 
 # times of a step: when a rank has its own gradients, and when all ranks have met
 HAS_GRADIENTS = 0
@@ -56,7 +56,7 @@ class Member(NamedTuple):
     place: Place  # of its first element
 
 
-Updated = dict[rules.Treatment, list[Member]]
+Updated = dict[rules.ParamGroup, list[Member]]
 
 
 class UpdateRange(NamedTuple):
@@ -96,7 +96,7 @@ class Store:
     """
 
     update_ranges: list[UpdateRange]
-    updates: dict[rules.Treatment, torch.optim.Optimizer]
+    updates: dict[rules.ParamGroup, torch.optim.Optimizer]
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
     average: MovingAverage | None = None  # of the masters: --ema
@@ -179,13 +179,13 @@ class Store:
             self.counter = (
                 torch.zeros((), device=self.update_device) if self.flat is None else self.flat.step
             )
-        for treatment, updated in members.items():
-            spread = self._spread(updated) if treatment.rule == "muon" else None
+        for param_group, updated in members.items():
+            spread = self._spread(updated) if param_group.rule == "muon" else None
             parameters = [member.values for member in updated]
             update = rules.make_optimizer(
-                self.optimizer, treatment.rule, parameters, self.counter, spread
+                self.optimizer, param_group.rule, parameters, self.counter, spread
             )
-            self.updates[treatment] = update
+            self.updates[param_group] = update
             if self.counter is not None and rules.is_rounded(self.optimizer):
                 assert isinstance(update, OwnRule)
                 update.rounding = Rounding(
@@ -193,7 +193,7 @@ class Store:
                 )
             for _, p, state, _ in updated:
                 update.state[p] = dict(state)
-                if treatment.rule == "adamw" and self.counter is None:
+                if param_group.rule == "adamw" and self.counter is None:
                     update.state[p]["step"] = torch.zeros(
                         (), dtype=torch.float32, device=self.update_device
                     )
@@ -202,7 +202,7 @@ class Store:
         )
 
     def _spread(self, members: list[Member]) -> Spread:
-        """Return the forms of Muon's parameters, and their homes if several ranks share them."""
+        """Return the forms of Muon's parameters, and their owners if several ranks share them."""
         layout = self.layout
         group = self.layout.group("matrices")
         names = [name for name, *_ in members]
@@ -219,11 +219,11 @@ class Store:
         data = layout.size("shard", "cp")
         sharers = Sharers(group, at, data, layout.tp, self.is_sharded, self.boxes_of)
         parameters = [
-            SharedParameter(name, form, self.sharding.is_cut(name))
+            SharedParameter(name, form, self.sharding.is_sharded(name))
             for name, form in zip(names, forms, strict=True)
         ]
-        homes = Homes(parameters, sharers, self.optimizer.muon_num_ns_steps)
-        return Spread(forms, self.device, homes)
+        owners = OwnerRanks(parameters, sharers, self.optimizer.muon_num_ns_steps)
+        return Spread(forms, self.device, owners)
 
     def place_of(self, name: str) -> Place:
         """Return where this tensor rank's part of a parameter is in the full one."""
@@ -311,7 +311,7 @@ class Store:
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, numbers: rules.Numbers, sums: Tensor | None = None) -> Tensor:
+    def step(self, scalars: rules.StepScalars, sums: Tensor | None = None) -> Tensor:
         """Clip and update; return the unclipped norm.
 
         The gradients arrive multiplied by the scale, which is divided out. `sums`, whose first
@@ -334,28 +334,28 @@ class Store:
         loss = sums.view(-1)[0]
         if flat is None:
             clip = self.optimizer.clip_grad
-            verdict = rules.Verdict(
-                *gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype)
+            check = rules.GradientCheck(
+                *gradients.clip_and_check(squares, loss, scalars.scale, clip, self.full_dtype)
             )
             if self.counter is not None:
-                self.counter += verdict.is_finite.to(self.update_device)
+                self.counter += check.is_finite.to(self.update_device)
         else:
-            verdict = flat.judge(squares, loss, numbers)
+            check = flat.clip_and_check(squares, loss, scalars)
         self.take_gradients()
         for (_, rate, decay), update in self.updates.items():
             update.param_groups[0].update(
-                lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay
+                lr=scalars.lr * rate, weight_decay=scalars.weight_decay * decay
             )
-            self._update(update, verdict, numbers.scale)
+            self._update(update, check, scalars.scale)
         if flat is not None:
             self.wait_for_weights()
-            flat.update(verdict)
+            flat.update(check)
         if self.scales is not None:  # the new weights are then cast with new scales
             self.scales.update()
         self.publish_weights(flat is None)
         if self.average is not None:
-            self.average.update(verdict.is_finite)
-        return verdict.norm
+            self.average.update(check.is_finite)
+        return check.norm
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of squares of this rank's summed gradients that count."""
@@ -368,18 +368,18 @@ class Store:
             clock.stamp(self.times, moment)
 
     def _update(
-        self, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
+        self, update: torch.optim.Optimizer, check: rules.GradientCheck, scale: float | Tensor
     ) -> None:
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
         if not isinstance(update, OwnRule) and self.full_dtype is torch.float64:
             # the gaps between parameters stay 0
-            factor = (verdict.shrink / scale).where(verdict.is_finite, 0.0)
+            factor = (check.shrink / scale).where(check.is_finite, 0.0)
             torch._foreach_mul_(
                 [p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device)
             )
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
-            update.grad_scale = (scale / verdict.shrink).to(self.update_device)  # type: ignore[attr-defined]
-        update.found_inf = (~verdict.is_finite).float().to(self.update_device)  # type: ignore[attr-defined]
+            update.grad_scale = (scale / check.shrink).to(self.update_device)  # type: ignore[attr-defined]
+        update.found_inf = (~check.is_finite).float().to(self.update_device)  # type: ignore[attr-defined]
         update.step()
 
     def _adam_steps(self) -> list[Tensor]:

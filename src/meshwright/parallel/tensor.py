@@ -37,12 +37,12 @@ from meshwright.config.matrices import matrices_of
 from meshwright.kernels import gradients
 from meshwright.kernels.cross_entropy import Combine
 from meshwright.kernels.linear import add_bias, linear
-from meshwright.kernels.products import affine, product
+from meshwright.kernels.matmul import affine, product
 from meshwright.model.attention import Attend
 from meshwright.model.positions import Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.overlap import PlainProducts
+from meshwright.parallel.overlap import PlainMatmuls
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +85,7 @@ class _GatheredColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainMatmuls
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by = by
@@ -108,7 +108,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainMatmuls
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by = by
@@ -170,8 +170,8 @@ class Exchanged(nn.Module):
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
-def cut_layers(
-    model: GPT, layout: Layout, by_rows: PlainProducts | None, columns: int
+def shard_layers(
+    model: GPT, layout: Layout, by_rows: PlainMatmuls | None, columns: int
 ) -> range | None:
     """Cut the model (on the meta device) to this rank's part; return the heads it computes.
 

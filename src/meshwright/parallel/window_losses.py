@@ -22,8 +22,8 @@ from meshwright.model.gpt import GPT
 from meshwright.model.loss import first_positions
 from meshwright.model.positions import Positions
 from meshwright.parallel import comm
-from meshwright.parallel.cut_model import CutModel
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.tensor import combine_over
 
 
@@ -114,7 +114,7 @@ def plain_scorer(model: GPT) -> Scorer:
     return run
 
 
-def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
+def score_part(net: ParallelModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
     """Score with this rank's part of a model: the sum of all ranks' results is that of a scorer.
 
     Copies of the model share out the micro-batches, and context ranks the columns of each. All run

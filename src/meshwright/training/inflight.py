@@ -178,7 +178,7 @@ class InFlight:
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
-        if self.stragglers is None or not self.state.team.is_lead:
+        if self.stragglers is None or not self.state.team.is_rank_0:
             return
         for iteration, lag in self.stragglers.changes():
             warning = "WARNING: " if lag.is_slow else ""

@@ -18,7 +18,7 @@ from meshwright.base.console import notice, remark, say, say_time
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
 from meshwright.optim.schedule import warn_of_idle_steps
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.watchdog import Watchdog
 from meshwright.training.health.guard import Guard
 from meshwright.training.health.replicas import Replicas, copies_in
@@ -170,12 +170,12 @@ class Trainer:
     def step(self) -> None:
         """Update the weights with the next global batch."""
         begun = time.perf_counter()
-        pulse.enter("data", self.progress.iteration + 1)
+        heartbeat.enter("data", self.progress.iteration + 1)
         with self.time("batch-generator", 2):
             micro_batches = self.next_batch()
         waited = time.perf_counter() - begun
 
-        pulse.enter("forward-backward")
+        heartbeat.enter("forward-backward")
         settings = self.step_settings()
         update = train_step(self.net, micro_batches, settings, self.time)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.data.samples import Dataset, OrderedSamples
 from meshwright.model.loss import first_positions, range_names
-from meshwright.parallel.cut_model import CutModel
+from meshwright.parallel.parallel_model import ParallelModel
 
 
 class LossParts:
@@ -19,7 +19,7 @@ class LossParts:
     A position is that of the model: the place in the sample, or in the document if they restart.
     """
 
-    def __init__(self, dataset: Dataset, length: int, net: CutModel) -> None:
+    def __init__(self, dataset: Dataset, length: int, net: ParallelModel) -> None:
         self.dataset, self.length, self.net = dataset, length, net
         # Data sets of the caller need not tell where a sample comes from.
         self.sources = dataset.list_sources() if isinstance(dataset, OrderedSamples) else []

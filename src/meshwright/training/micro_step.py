@@ -19,11 +19,11 @@ from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.model.loss import loss_sum, token_terms
-from meshwright.optim.rules import Numbers
-from meshwright.parallel.cut_model import CutModel, ModelInput
+from meshwright.optim.rules import StepScalars
 from meshwright.parallel.layout import Layout
+from meshwright.parallel.parallel_model import ModelInput, ParallelModel
 from meshwright.parallel.tensor import combine_over
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from meshwright.parallel.flat import FlatStore
@@ -46,7 +46,7 @@ DIVISOR, VOTE = 3, 4
 
 
 @dataclass(kw_only=True)
-class Network(CutModel):
+class Network(ParallelModel):
     """The model as one rank trains it, with the store that owns its parameters."""
 
     store: FlatStore | FullyShardedStore
@@ -78,12 +78,12 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
 
 
 def micro_step(
-    net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, position: Position
+    net: Network, seed: int, batch: Batch, scalars: Tensor, totals: Tensor, position: Position
 ) -> None:
     """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
-    forward_backward(net, seed, untimed, batch, numbers, totals, position)
+    forward_backward(net, seed, untimed, batch, scalars, totals, position)
     if position.is_last:
-        update_weights(net, numbers, totals)
+        update_weights(net, scalars, totals)
         net.store.wait_for_weights()
 
 
@@ -92,17 +92,17 @@ def forward_backward(
     seed: int,
     timed: Timed,
     batch: Batch,
-    numbers: Tensor,
+    scalars: Tensor,
     totals: Tensor,
     position: Position,
 ) -> None:
     """Add a micro-batch's gradients to the store's and its share of the loss to the totals."""
-    _, _, scale, divisor, vote = numbers.unbind()
+    _, _, scale, divisor, vote = scalars.unbind()
     if position.is_first:
         net.store.clear_gradients()
         totals.zero_()
         totals[VOTES].copy_(vote)
-    pulse.tick()
+    heartbeat.tick()
     with timed("forward-compute", 2):
         # A name for the logits would keep this largest tensor of a step through the backward pass.
         sums = sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
@@ -134,12 +134,12 @@ def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
         totals[i] += term.detach()
 
 
-def update_weights(net: Network, numbers: Tensor, totals: Tensor) -> None:
+def update_weights(net: Network, scalars: Tensor, totals: Tensor) -> None:
     """Update the weights; complete the totals. torch's optimizers read the numbers on the host."""
-    lr, weight_decay, scale, *_ = numbers.unbind() if net.store.reads_tensors else numbers.tolist()
+    lr, weight_decay, scale, *_ = scalars.unbind() if net.store.reads_tensors else scalars.tolist()
     # All totals but the norm are summed over the ranks, and the norm is put between them again.
     sums = torch.cat((totals[:GRAD_NORM], totals[VOTES:]))
-    norm = net.store.step(Numbers(lr, weight_decay, scale), sums)
+    norm = net.store.step(StepScalars(lr, weight_decay, scale), sums)
     totals.copy_(torch.cat((sums[:GRAD_NORM], norm.double()[None], sums[GRAD_NORM:])))
 
 

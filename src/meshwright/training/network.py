@@ -20,12 +20,12 @@ from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.optim.rule_table import OWN_RATES
-from meshwright.parallel import comm, mapped, overlap
+from meshwright.parallel import comm, overlap, symmetric_memory
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import MORE_ROOMS, Layout
 from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.store import StoreSpec
-from meshwright.parallel.tensor import cut_layers
+from meshwright.parallel.tensor import shard_layers
 from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
@@ -173,22 +173,22 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
             return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
 
         parts = stages(make, config.stages, layout)
-    by_rows = products_by_rows(spec) if spec.sequence else None
+    by_rows = matmuls_by_rows(spec) if spec.sequence else None
     with torch.device("meta"):
         for part in parts:
-            heads = cut_layers(part, layout, by_rows, config.data.seq_length // layout.cp)
+            heads = shard_layers(part, layout, by_rows, config.data.seq_length // layout.cp)
     # one name for all our blocks, which compute the same
     return list(parts), heads, GPT_NETWORK, execution
 
 
-def products_by_rows(spec: Spec) -> overlap.PlainProducts:
+def matmuls_by_rows(spec: Spec) -> overlap.PlainMatmuls:
     """Choose how products and collectives of sequence parallelism are run, and log it."""
     config, layout, group = spec.config, spec.layout, spec.layout.group("tp")
     assert group is not None
     tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
     room = tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
     unworthy = "compiled layers would be cut at each product" if spec.options.compiled else ""
-    chosen, reason = overlap.choose_products(
+    chosen, reason = overlap.choose_matmuls(
         config.parallel.tp_overlap, group, spec.device, room, unworthy
     )
     if not reason:
@@ -203,7 +203,7 @@ def products_by_rows(spec: Spec) -> overlap.PlainProducts:
 
 def sums_by_copies(
     config: TrainConfig, layout: Layout, device: torch.device
-) -> mapped.BufferMapper | None:
+) -> symmetric_memory.BufferMapper | None:
     """Choose how data-parallel ranks add up gradients, and log it."""
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
     if zero > 1 and layout.group("shard") is not None:
@@ -212,7 +212,7 @@ def sums_by_copies(
                 f"{{data_parallel_sums=copies}} is for ZeRO 0 and 1, not {zero}; leave it out"
             )
         return None
-    chosen, reason = mapped.choose_mapper(
+    chosen, reason = symmetric_memory.choose_mapper(
         wanted, layout.group("shard" if zero else "gradients"), device
     )
     if chosen is not None:

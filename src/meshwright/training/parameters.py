@@ -21,11 +21,12 @@ WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a
 def shapes_of_layer(m: Model, tp: int) -> Shapes:
     """Return the shapes of a tensor rank's part of one layer."""
     return {
-        name: cut_shape(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()
+        name: shard_shape(f"h.0.{name}", shape, tp)
+        for name, shape in counts.layer_shapes(m).items()
     }
 
 
-def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+def shard_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     """Return the shape of a tensor rank's part of a parameter."""
     at, out = shard.rule(name).cut, list(shape)
     if at is not None:
@@ -63,7 +64,7 @@ def shapes_of_rank(
     by_unit: dict[str, Shapes] = {}
     for name, shape in outside.items():
         if held[shard.unit(name)]:
-            by_unit.setdefault(shard.unit(name), {})[name] = cut_shape(name, shape, tp)
+            by_unit.setdefault(shard.unit(name), {})[name] = shard_shape(name, shape, tp)
     return [(layer, sum(config.stages[s] for s in own)), *((unit, 1) for unit in by_unit.values())]
 
 

@@ -23,8 +23,8 @@ from meshwright.config.schema import TrainConfig
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.runtime.ranks.connect import join_ranks, pick_backend
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.lost import reporting
-from meshwright.runtime.ranks.pulse import pulse
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog, watched
 from meshwright.runtime.ranks.world import ATTEMPT, find_world, require_world_size
@@ -46,18 +46,18 @@ def run(
     config: TrainConfig,
     caller: Caller = Caller(),  # noqa: B008
     command: list[str] | None = None,
-    idle: Mapping[str, Any] | None = None,
+    ignored: Mapping[str, Any] | None = None,
 ) -> int:
     """Train as configured and return the exit status; under a launcher every rank calls this.
 
-    `idle` are given flags without effect, which the log shows. Raise UserError for errors that the
-    user can fix.
+    `ignored` are given flags without effect, which the log shows. Raise UserError for errors that
+    the user can fix.
     """
     world = find_world(os.environ, config.parallel.local_rank)
     startup = Startup(prints=world.rank == 0 and not console.is_notebook())
     require_world_size(world, config.parallel.world_size)
     with startup.phase("tokenizer", "reading the tokenizer"):
-        resolved = resolve(config, world, command, idle, caller)
+        resolved = resolve(config, world, command, ignored, caller)
     return run_resolved(resolved, startup)
 
 
@@ -79,7 +79,7 @@ def run_resolved(resolved: TrainingRun, startup: Startup) -> int:
             world, team, minutes, str(resolved.folder) if resolved.folder else None
         ) as watchdog:
             status = run_on_rank(resolved, device, backend, team, startup, watchdog)
-        if status > 128 and world.launcher == "torchrun" and team.is_lead:
+        if status > 128 and world.launcher == "torchrun" and team.is_rank_0:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(
                 f"the run has ended as it was asked to, with status {status}; {after}",
@@ -108,8 +108,8 @@ def run_on_rank(
         from meshwright.training.log.screen import open_screen
         from meshwright.training.network import Spec
 
-    screen = open_screen(config.logging) if team.is_lead else None
-    console.set_stream("stdout" if team.is_lead else None, screen)
+    screen = open_screen(config.logging) if team.is_rank_0 else None
+    console.set_stream("stdout" if team.is_rank_0 else None, screen)
     with contextlib.ExitStack() as block:
         if screen is not None:
             block.callback(console.set_stream, "stdout")  # what the caller does next has no screen
@@ -117,9 +117,9 @@ def run_on_rank(
         require_equal_ranks(team, resolved.identity, resolved.problem)
         layout = connect(layout_of(config, team.rank), team.timeout)
         open_log = block.enter_context(
-            logged_to(folder / "log.txt" if folder and team.is_lead else None)
+            logged_to(folder / "log.txt" if folder and team.is_rank_0 else None)
         )
-        team.run_on_lead(lambda: lock_folders(config, block))
+        team.run_on_rank_0(lambda: lock_folders(config, block))
         if config.training.verify_layout:
             find_rehearsal()(resolved, layout, device, team)
         with console.held_back():
@@ -185,7 +185,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
     """Validate, save and export after the loop."""
     from meshwright.training.loop import ALL_DONE
 
-    pulse.enter("end")
+    heartbeat.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
     loss = trainer.validation.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
     if c.save and trainer.progress.iteration and not config.training.skip_train:
@@ -219,7 +219,7 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         reason = stop.signal.name
         say(f"exiting program after receiving {reason}.")
     metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status)
-    if folder is not None and trainer.team.is_lead:
+    if folder is not None and trainer.team.is_rank_0:
         if metrics.page is not None:
             metrics.page.close()
         if not trainer.config.training.skip_train and (goodput := goodput_of(folder)):

@@ -169,7 +169,7 @@ def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | No
     p, team, is_own = state.progress, state.team, datasets is not None
     document_ends = make_document_ends(state.config.data, tokenizer)
     at = (p.iteration, p.consumed_train_samples) if state.will_train else None
-    opened = team.run_lead_first(lambda: open_files(state)) if datasets is None else datasets
+    opened = team.run_rank_0_first(lambda: open_files(state)) if datasets is None else datasets
     team.run_on_all(lambda: check_datasets(state.config, opened, is_own, at))
     train = opened.get("train")
     state.set_epochs(train.list_epochs() if isinstance(train, OrderedSamples) else [])
@@ -240,7 +240,9 @@ def open_log(
     """
     c, team, folder, vocabulary = state.recorded, state.team, resolved.folder, resolved.vocabulary
     state.check(vocabulary.tokenizer)
-    team.run_on_lead(lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train))
+    team.run_on_rank_0(
+        lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train)
+    )
     run, device = sizes_of_run(state), devices.device_name(state.net.device)
     # The state that all ranks would save together holds each parameter once.
     own = state.net.store.named_state(False, to_save=True)
@@ -261,9 +263,9 @@ def open_log(
         and (long := forecast.describe_long_step(run.flops_per_token * tokens))
     ):
         remark(f"WARNING: {long}")
-    metrics = Metrics(folder if team.is_lead else None, c, run, timers, team, screen)
+    metrics = Metrics(folder if team.is_rank_0 else None, c, run, timers, team, screen)
     # The plan knows our own network alone.
-    if forecast is not None and team.is_lead and not on_cpu and state.net.name == GPT_NETWORK:
+    if forecast is not None and team.is_rank_0 and not on_cpu and state.net.name == GPT_NETWORK:
         metrics.comparison = forecast.compare_steps(c, vocabulary.size, device)
     row = {
         "command": resolved.command,
@@ -278,7 +280,7 @@ def open_log(
         "startup": startup.seconds,
         "ready": round(time.perf_counter() - startup.began, 3),
         "tokens_per_step": tokens,
-        "bytes_per_token": bytes_per_token(c, vocabulary.tokenizer) if team.is_lead else None,
+        "bytes_per_token": bytes_per_token(c, vocabulary.tokenizer) if team.is_rank_0 else None,
         "train_iters": c.steps,
     }
     # A "start" replaces earlier rows from this iteration on, an "evaluate" none.

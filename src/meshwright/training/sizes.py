@@ -10,7 +10,7 @@ from meshwright.base import device
 from meshwright.base.device import NVIDIA
 from meshwright.config.matrices import matrices_of
 from meshwright.config.schema import TrainConfig
-from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
+from meshwright.optim.rule_table import STATE, Rule, is_rounded, param_group_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.shard import aligned
 from meshwright.training.parameters import (
@@ -92,7 +92,7 @@ def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Co
     by_rule = Counter[Rule]()
     for unit, number in units:
         for name, shape in unit.items():
-            rule = treatment_of(config.optimizer, config.model, name, len(shape)).rule
+            rule = param_group_of(config.optimizer, config.model, name, len(shape)).rule
             by_rule[rule] += aligned(math.prod(shape)) * number
     return by_rule
 

@@ -17,7 +17,7 @@ from meshwright.base.errors import BAD_DATA
 from meshwright.config.problem import SettingsError
 from meshwright.data.loader import Batch
 from meshwright.parallel import comm
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.training.micro_step import (
     DIVISOR,
     VOTE,
@@ -65,7 +65,7 @@ def train_step(
         if net.graphs is not None and net.graphs.replay(net, batches, rows, counted, settings.seed):
             return net.graphs.totals
         numbers, totals = accumulate(net, batches, rows, counted, settings, timed)
-        pulse.enter("optimizer")
+        heartbeat.enter("optimizer")
         with timed("optimizer", 1):
             update_weights(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
         return totals
@@ -131,7 +131,7 @@ def pipeline_step(
 
     def compute_loss(part: Any, i: int, stream: Tensor | None) -> Tensor:
         """Return a micro-batch's share of the loss, or the next stage's input."""
-        pulse.tick()
+        heartbeat.tick()
         with timed("forward-compute", 2):
             out = forward_part(net, part, batches[i], s.seed, stream)
             if not part.has_head:

@@ -19,7 +19,7 @@ from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
 from meshwright.data.samples import Dataset
 from meshwright.model.loss import loss_sum
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.training.log.lines import Check
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.loss_parts import LossParts
@@ -54,7 +54,7 @@ class Validator:
 
     def validate(self, split: Literal["valid", "test"], is_at_end: bool = False) -> float:
         """Return the mean loss of the sets of a split, printing each; NaN if none."""
-        pulse.enter("validation")
+        heartbeat.enter("validation")
         sets = self.feed.sets_of(split)
         averaged, seconds = self.validate_average(sets, is_at_end)
         losses = [
@@ -150,7 +150,7 @@ class Validator:
         begun = time.perf_counter()
         if not (sets and self.config.training.eval_iters and c.save) or self.is_cut_short():
             return
-        pulse.enter("validation")
+        heartbeat.enter("validation")
         averaged = self.state.load_mean()
         if not averaged:
             return
@@ -196,7 +196,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
     is_stopped = False
     for micro_batches in batches:
-        pulse.tick()
+        heartbeat.tick()
         if is_stopped := should_stop():
             break
         on_device = [batch.to(net.device) for batch in micro_batches]

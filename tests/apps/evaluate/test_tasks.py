@@ -233,7 +233,7 @@ def on_two_ranks(run, spec, out):
             team,
             folders,
         )
-    if team.is_lead:
+    if team.is_rank_0:
         results.write_results(scoring.results, out)
 
 

@@ -14,7 +14,7 @@ PADDED = 1024  # size of the vocabulary
 
 
 class Gpu:
-    kind, context_bytes, mapped_ranks = "cuda", 10**9, 1
+    kind, context_bytes, symmetric_ranks = "cuda", 10**9, 1
 
 
 def config_of(*words: str) -> TrainConfig:

@@ -225,7 +225,7 @@ def test_a_run_that_fits_is_not_refused(line: str, monkeypatch: pytest.MonkeyPat
 
 
 class Node(Gpu):
-    mapped_ranks = 8
+    symmetric_ranks = 8
 
 
 def test_rows_of_tensor_ranks_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def compare_all(file: str, lines: list[str]) -> None:
         found[line]["table"] = "\n".join(certificate.comparison_table(parse(flags), made, setup))
         if not made.is_equal:
             found[line]["error"] = certificate.describe_difference(made, Path("run"))
-    if team.is_lead:
+    if team.is_rank_0:
         Path(file).write_text(json.dumps(found))
 
 

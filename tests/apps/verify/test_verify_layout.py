@@ -12,7 +12,7 @@ from meshwright.__main__ import main
 from meshwright.apps.pages.runs import CERTIFICATE
 from meshwright.apps.verify import command as verify_layout
 from meshwright.apps.verify import compare
-from meshwright.apps.verify.twin import make_twin
+from meshwright.apps.verify.baseline import make_baseline
 from meshwright.base.errors import UNEQUAL, UserError
 from meshwright.config import flags
 from meshwright.config.schema import Optimizer, Parallel, Precision, TrainConfig
@@ -164,10 +164,10 @@ def test_what_is_missing_is_filled_in():
 
 
 def test_borders_of_packed_documents_are_ends_of_random_ones():
-    """A packed run's twin masks the loss, restarts positions and ends attention."""
+    """A packed run's baseline masks the loss, restarts positions and ends attention."""
     words = "--packing best-fit --context-parallel-size 2 --world-size 2 --data-path some --attention-dropout 0"
     words += " --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1"
-    made = make_twin(
+    made = make_baseline(
         flags.parse_settings(TrainConfig, f"{words} --lr 1 --train-iters 2".split(), "train").config
     )
     assert made.config.data.packing == "stream" and all(made.config.data.document_effects)

@@ -215,8 +215,8 @@ class LostMachine:
                 self.started[node] = self.clock.now
             else:
                 self.resumed[node] = self.clock.now
-                seats = meeting.decision["seats"]
-                if len(self.resumed) == len(seats):
+                assignments = meeting.decision["assignments"]
+                if len(self.resumed) == len(assignments):
                     self.clock.end()
             while not meeting.num_nodes_waiting():
                 self.clock.sleep(MONITOR_SECONDS)

@@ -125,7 +125,7 @@ def test_the_largest_number_that_is_there() -> None:
 
 
 class Table:
-    """Machine 0's council, and the records of the machines."""
+    """Machine 0's coordinator, and the records of the machines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int = 4, restarts: int = 0) -> None:
         self.now, self.rows = 0.0, dict[int, dict[str, Any]]()
@@ -135,7 +135,7 @@ class Table:
             1, nodes, wait=30, least_ranks=2, most_ranks=nodes, shapes=sizes, restarts=restarts
         )
         self.store = HashStore()
-        self.council = members.Council(plan, self.store, 30)
+        self.coordinator = members.Coordinator(plan, self.store, 30)
 
     def come(self, *nodes: int) -> None:
         for n in nodes:
@@ -157,15 +157,15 @@ class Table:
 
     def decide(self) -> dict[str, Any]:
         self.beat()
-        self.council.decide()
-        return self.council.decision
+        self.coordinator.decide()
+        return self.coordinator.decision
 
     def follow(self) -> None:
         """Start the ranks of all machines that have a part."""
-        for n in self.council.seats:
+        for n in self.coordinator.assignments:
             self.rows[n] |= {
                 "state": "running",
-                "number": self.council.decision["number"],
+                "number": self.coordinator.decision["number"],
                 "failed": {},
             }
         self.beat()
@@ -173,11 +173,11 @@ class Table:
     def watch(self) -> bool:
         """Return whether the ranks are asked to stop; then they do."""
         self.beat()
-        self.council.watch()
-        if self.council.decision["stop"]:
+        self.coordinator.watch()
+        if self.coordinator.decision["stop"]:
             for row in self.rows.values():
                 row["state"] = "free" if row["state"] == "running" else row["state"]
-        return bool(self.council.decision["stop"])
+        return bool(self.coordinator.decision["stop"])
 
 
 @pytest.fixture
@@ -195,18 +195,18 @@ def test_a_machine_is_lost_and_comes_back(table: Table) -> None:
     del table.rows[2]
     assert not table.watch()
     table.beat(members.SILENT_SECONDS)
-    assert table.watch() and not table.council.decision["orderly"]
+    assert table.watch() and not table.coordinator.decision["orderly"]
     line = "machine 2 was lost; going on with 3 of 4 ranks: data-parallel size 3, 4 micro-batches of 1 each"
     assert table.decide()["line"] == line
-    assert table.council.seats == {0: [1, 0, 1], 1: [1, 1, 1], 3: [1, 2, 1]}
+    assert table.coordinator.assignments == {0: [1, 0, 1], 1: [1, 1, 1], 3: [1, 2, 1]}
     table.follow()
     table.rows[2] = {"id": 1}
     table.come(2)
     assert not table.watch()  # it may not be the only one
     table.beat(members.SETTLE_SECONDS)
-    assert table.watch() and table.council.decision["orderly"]  # all save
+    assert table.watch() and table.coordinator.decision["orderly"]  # all save
     line = "machine 2 joins; going on with 4 of 4 ranks: data-parallel size 4, 3 micro-batches of 1 each"
-    assert table.decide()["line"] == line and table.council.decision["restarts"] == 0
+    assert table.decide()["line"] == line and table.coordinator.decision["restarts"] == 0
 
 
 def test_a_machine_that_starts_anew_at_once(table: Table) -> None:
@@ -222,7 +222,7 @@ def test_a_machine_that_is_stopped_leaves_in_order(table: Table) -> None:
     table.rows[3]["state"] = "finished"
     assert not table.watch()
     table.rows[3] |= {"state": "gone", "why": "was stopped by SIGTERM"}
-    assert table.watch() and table.council.decision["orderly"]
+    assert table.watch() and table.coordinator.decision["orderly"]
     table.rows[1]["failed"] = {"1": SIGTERM}
     assert table.decide()["line"].startswith(
         "machine 3 was stopped by SIGTERM; going on with 3 of 4 ranks"
@@ -232,7 +232,7 @@ def test_a_machine_that_is_stopped_leaves_in_order(table: Table) -> None:
 def test_a_spare_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(monkeypatch, 5)
     table.come(0, 1, 2, 3, 4)
-    assert sorted(table.decide()["seats"]) == ["0", "1", "2", "3"]
+    assert sorted(table.decide()["assignments"]) == ["0", "1", "2", "3"]
     table.follow()
     table.beat(10)
     assert not table.watch()
@@ -288,7 +288,7 @@ def test_a_device_that_no_longer_answers(table: Table) -> None:
     assert table.watch()
     line = table.decide()["line"]
     assert line.startswith("on machine 2 only 0 devices answer; going on with 3 of 4 ranks")
-    assert table.council.decision["restarts"] == 0
+    assert table.coordinator.decision["restarts"] == 0
 
 
 # A run

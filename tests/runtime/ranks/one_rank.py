@@ -36,7 +36,7 @@ def main() -> int:
         require_world_size(world, given.size)
         team = join_ranks(world, "gloo", 1, seconds=given.seconds)
         ranks = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
-        if team.is_lead:
+        if team.is_rank_0:
             line = json.dumps({"launcher": world.launcher, "ranks": ranks})
             os.write(1, f"{line}\n".encode())  # in one write, because other ranks write too
         return act(given.act, world, team)

@@ -46,7 +46,7 @@ def test_values_of_all_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None
         return (
             team.gather([team.rank, "é"]),
             team.total(10**12 + team.rank),
-            team.run_on_lead(lambda: {"of": team.rank}),
+            team.run_on_rank_0(lambda: {"of": team.rank}),
             team.run_on_all(lambda: team.rank),
             team.collect(lambda: "x" * team.rank),
             team.deal(lambda: [[rank] * rank for rank in range(size)]),
@@ -70,7 +70,7 @@ SETTINGS = {f"flag {n}": "x" * 40 for n in range(200)}  # 10 KB of text
     [
         ("require_equal", 300, lambda team: require_equal(team, SETTINGS)),
         ("run_on_all", 300, lambda team: team.run_on_all(lambda: team.rank)),
-        ("run_on_lead", 1500, lambda team: team.run_on_lead(lambda: TEXT)),
+        ("run_on_rank_0", 1500, lambda team: team.run_on_rank_0(lambda: TEXT)),
         ("total", 300, lambda team: team.total(team.rank)),
         ("wait", 300, lambda team: team.wait()),
     ],
@@ -78,7 +78,7 @@ SETTINGS = {f"flag {n}": "x" * 40 for n in range(200)}  # 10 KB of text
 def test_what_a_rank_receives_does_not_grow(
     name: str, most: int, act: Callable[[Team], Any]
 ) -> None:
-    """A rank at a leaf gets one answer; the lead and the heads of groups one message per member."""
+    """A rank at a leaf gets one answer; rank 0 and the heads of groups one message per member."""
     for size in (8, 64):
         results, received = on_threads(size, act)
         assert not [result for result in results if isinstance(result, Exception)]
@@ -146,7 +146,7 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
             raise DamagedCheckpoint("it is damaged")
         return [1, 2, 3]
 
-    for name, who in (("collect", 2), ("deal", 0), ("run_on_lead", 0), ("run_on_all", 1)):
+    for name, who in (("collect", 2), ("deal", 0), ("run_on_rank_0", 0), ("run_on_all", 1)):
         results, _ = on_threads(
             3, lambda team, name=name, who=who: getattr(team, name)(lambda: act(who, team))
         )

@@ -23,8 +23,8 @@ from meshwright.parallel import layout as layouts
 from meshwright.parallel.layout import Layout
 from meshwright.runtime.launch import members
 from meshwright.runtime.ranks import connect, gloo, watchdog
+from meshwright.runtime.ranks.heartbeat import Heartbeat
 from meshwright.runtime.ranks.lost import explain_lost_rank, leave_ranks
-from meshwright.runtime.ranks.pulse import Pulse
 from meshwright.runtime.ranks.world import World
 from on_ranks import FORK
 
@@ -133,7 +133,7 @@ def wait_in_every_way(rank: int, port: int, log: Path, minutes: float) -> None:
             dist.send(tensor, group=group, dst=1)
 
     waits = {  # each on a group of its own, whose calls have an order
-        "an action of rank 0": lambda: team.run_on_lead(act),
+        "an action of rank 0": lambda: team.run_on_rank_0(act),
         "an exchange": lambda: clone.gather(rank),
         "a collective": lambda: dist.all_reduce(x[0]),
         "a barrier": lambda: dist.barrier(group=layout.groups["backward"]),
@@ -223,7 +223,7 @@ def test_a_rank_that_could_not_say_who_it_is_says_it_again(monkeypatch: pytest.M
     store: Any = Hiccups(["who/0", "who/0", "sign/0"])
     store.store.set("who/1", json.dumps({"host": "b"}))
     store.store.set("post/1", json.dumps([3, 5.0, 1.0]))
-    watching = watchdog.Watchdog(World(0, 2), store, 10, Pulse())
+    watching = watchdog.Watchdog(World(0, 2), store, 10, Heartbeat())
     try:
         watching.post((3, 4.0, 0.0))
         until = time.monotonic() + 20

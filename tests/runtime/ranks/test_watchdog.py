@@ -13,7 +13,7 @@ from helpers import TINY_FLAGS, read_rows
 from meshwright.base.errors import HANG
 from meshwright.checkpoint import steps
 from meshwright.runtime.ranks import watchdog
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.training import loop, setup, validation
 from meshwright.training.hooks import saving
 from meshwright.training.state import saver
@@ -96,7 +96,7 @@ def test_a_stopped_rank(tmp_path):
     assert statuses == [HANG, HANG], text
     assert re.search(r"error: rank 1 \(\S+\) hangs in forward-backward of step 2, ", text)
     assert (
-        "no sign of life" in text
+        "no heartbeat" in text
         and "(--distributed-timeout-minutes 0.03)" in text
         and "Traceback" not in text
     )
@@ -133,7 +133,7 @@ def test_a_stopped_rank(tmp_path):
         ),
         (loop_for_ever, "end", r"rank 1 \(\S+\) hangs in save of step 9, at .* in loop_for_ever"),
         # Its neighbour has it print its stacks by a signal, which here ends the call as well.
-        (hold_the_lock, "step", r"rank 1 .* hangs in .* \(no sign of life"),
+        (hold_the_lock, "step", r"rank 1 .* hangs in .* \(no heartbeat"),
         (wait_for_others, "data", r"rank 1 \(\S+\) hangs in data of step 3, at .* in gather"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[:12]),
@@ -163,7 +163,7 @@ def test_rank_0_serves_the_store_and_is_stopped(tmp_path):
 def save_slowly(*_):
     for _ in range(12):
         time.sleep(0.5)
-        pulse.tick()
+        heartbeat.tick()
 
 
 def wait_a_while(*_):

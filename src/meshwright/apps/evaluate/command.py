@@ -217,10 +217,10 @@ ABOUT = f"""Score text with a model. Every token counts, a document's first one 
 {WIKITEXT.source}"""
 
 
-def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> ReadingTask:
+def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_rank_0: bool) -> ReadingTask:
     c, e = parsed.config, parsed.config.evaluate
     folders = step_folders(c.folders, e.steps)
-    texts = read_input(e) if e.input and is_lead else []
+    texts = read_input(e) if e.input and is_rank_0 else []
     batch = int(c.training.micro_batch_size or 8)
     is_divided = parsed.sources["split"] != "default"
     scoring = Scoring(e, folders, choose_measure(c, texts, is_divided, batch))
@@ -235,7 +235,7 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
         None if e.json else "stdout",
         input=f"{what}; ",
         folders=folders,
-        context=scoring.reported() if is_lead else contextlib.nullcontext(),
+        context=scoring.reported() if is_rank_0 else contextlib.nullcontext(),
     )
 
 

@@ -388,7 +388,7 @@ def activations(run: Run, layout: LayoutSizes) -> tuple[LayerBytes, EndBytes, in
     """Return what a micro-batch takes of a layer and outside, and of memory that ranks map."""
     c = run.config_of(layout)
     ends = end_bytes(c, run.padded(layout))
-    return layer_bytes(c), ends, traffic.mapped_rows(c, run.profile.mapped_ranks)
+    return layer_bytes(c), ends, traffic.symmetric_rows(c, run.profile.symmetric_ranks)
 
 
 @functools.lru_cache(1 << 14)

@@ -24,7 +24,7 @@ from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent
 from meshwright.base.device import HIDES, NVIDIA
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
-from meshwright.optim.rule_table import STATE, treatment_of
+from meshwright.optim.rule_table import STATE, param_group_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel import shard
 from meshwright.training.graph_rule import reason_against
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
 NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
-MAPPED_TRIAL = 16 << 20  # of the trial of sums by copy engines
+SYMMETRIC_TRIAL = 16 << 20  # of the trial of sums by copy engines
 # of cuBLAS, for the threads of both passes, and of cuBLASLt
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
 ROUNDING = 512  # bytes to which torch's allocator rounds up
@@ -56,7 +56,7 @@ class Device(Protocol):
     def context_bytes(self) -> int: ...
 
     @property
-    def mapped_ranks(self) -> int: ...
+    def symmetric_ranks(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,17 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
         return 0
     p = config.parallel
     size, stride = traffic.groups(config)["data"]
-    buffers = sum(WORKSPACES) + traffic.mapped_rows(config, profile.mapped_ranks)
-    is_mapped = 1 < size <= profile.mapped_ranks // stride and p.data_parallel_sums != "collectives"
-    if p.zero_stage > 1 or not is_mapped:
+    buffers = sum(WORKSPACES) + traffic.symmetric_rows(config, profile.symmetric_ranks)
+    is_symmetric = (
+        1 < size <= profile.symmetric_ranks // stride and p.data_parallel_sums != "collectives"
+    )
+    if p.zero_stage > 1 or not is_symmetric:
         return buffers
     # A rank's part of the largest bucket, in full precision.
     units = shapes_of_rank(config, padded, pipeline_rank)
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
     width = max(WIDTHS[config.precision.dtype], 4)
-    return buffers + -(-largest // size) * width + MAPPED_TRIAL
+    return buffers + -(-largest // size) * width + SYMMETRIC_TRIAL
 
 
 def batch_bytes(config: TrainConfig) -> int:
@@ -262,7 +264,7 @@ def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str
     for unit, number in shapes_of_rank(config, padded, pipeline_rank):
         for name, shape in unit.items():
             own = own_size(shape, parts)
-            rule = treatment_of(o, config.model, name, len(shape)).rule
+            rule = param_group_of(o, config.model, name, len(shape)).rule
             masters += [own * full] * number * (1 + averages)
             moments += [own * bytes_of_moment(o, full)] * number * len(STATE[rule])
     return [*masters, *moments]

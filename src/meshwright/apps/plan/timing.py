@@ -347,16 +347,16 @@ class StepTerms:
         messages, messages_back = traffic.tensor_messages(self.config)
         forward = self.sending("tensor", sent.layer_forward, messages)
         backward = self.sending("tensor", sent.layer_backward, messages_back)
-        if self.overlaps_products:
+        if self.overlaps_matmuls:
             share = self.links.within.collectives / self.links.within.copies
             return forward * share * 0.8, backward * share * 0.8
         # The sum of the activations' gradient runs beside the product of the weights' own.
         return forward, max(backward / 3, backward - products)
 
     @functools.cached_property
-    def overlaps_products(self) -> bool:
+    def overlaps_matmuls(self) -> bool:
         ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
-        return traffic.overlaps_products(self.config, ranks_within)
+        return traffic.overlaps_matmuls(self.config, ranks_within)
 
     def waits(self, layers: int) -> tuple[Work, Work]:
         """Return what communication adds to layers for a micro-batch, forward and backward."""
@@ -404,7 +404,7 @@ class StepTerms:
             others += SHARD_LAUNCHES
         if self.tp == 1:
             return others, others
-        each = TENSOR_LAUNCHES[self.overlaps_products]
+        each = TENSOR_LAUNCHES[self.overlaps_matmuls]
         forward, backward = traffic.tensor_messages(self.config)
         return forward * each + others, backward * each + others
 
@@ -598,13 +598,13 @@ class StepTerms:
         if o.optimizer == "muon":
             layers = (self.m.num_layers or 0) / self.pp
             seconds += muon_flops(o, self.m, layers, self.tp * data) / self.muon_speed
-            seconds += self.sending_homes()
+            seconds += self.sending_owners()
         return seconds
 
-    def sending_homes(self) -> float:
-        """Return the seconds in which Muon's matrices go to their homes and back."""
+    def sending_owners(self) -> float:
+        """Return the seconds in which Muon's matrices go to their owners and back."""
         dimension = "data" if self.groups["data"].size > 1 else "tensor"
-        return self.sending(dimension, traffic.homes_bytes(self.config), 2)
+        return self.sending(dimension, traffic.owner_bytes(self.config), 2)
 
     def data_parallel(
         self, parameters: float, layers: int, forward: float, backward: float
@@ -687,7 +687,7 @@ class MeasuredTerms(StepTerms):
             elif op.kind == "pass":
                 seconds += count * (op.bytes / self.update_speed + self.profile.seconds["pass"])
         if self.config.optimizer.optimizer == "muon":
-            seconds += self.sending_homes()
+            seconds += self.sending_owners()
         return seconds
 
     def update_host(self) -> float:

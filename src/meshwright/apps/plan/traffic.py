@@ -87,16 +87,16 @@ def tensor_messages(config: TrainConfig) -> tuple[int, int]:
     return second, first
 
 
-def overlaps_products(config: TrainConfig, ranks_within: int) -> bool:
+def overlaps_matmuls(config: TrainConfig, ranks_within: int) -> bool:
     """Whether products run while rows are copied, as parallel/overlap.py decides.
 
     `ranks_within`: how many ranks can map each other's memory.
     """
-    return not config.precision.fp8_format and mapped_rows(config, ranks_within) > 0
+    return not config.precision.fp8_format and symmetric_rows(config, ranks_within) > 0
 
 
-def mapped_rows(config: TrainConfig, ranks_within: int) -> int:
-    """Return the bytes of mapped memory for rows, which products in fp8 leave unused."""
+def symmetric_rows(config: TrainConfig, ranks_within: int) -> int:
+    """Return the bytes of symmetric memory for rows, which products in fp8 leave unused."""
     p, tp = config.parallel, config.parallel.tensor_model_parallel_size
     if not p.sequence_parallel or p.tp_overlap == "off" or not 1 < tp <= ranks_within:
         return 0
@@ -143,8 +143,8 @@ def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
     return sent, 2 * (copies - 1) / copies * full * parameters / n
 
 
-def homes_bytes(config: TrainConfig) -> float:
-    """Return the bytes that a rank sends for Muon's matrices, home and back: parallel/homes.py."""
+def owner_bytes(config: TrainConfig) -> float:
+    """Return the bytes that a rank sends for Muon's matrices, to the owner and back: parallel/owner_ranks.py."""
     if config.optimizer.optimizer != "muon":
         return 0.0
     tp, (data, _) = config.parallel.tensor_model_parallel_size, groups(config)["data"]
@@ -174,7 +174,7 @@ def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     sent = {
         "data": data,
         "replicas": replicas,
-        "muon": homes_bytes(config),
+        "muon": owner_bytes(config),
         "tensor": count * (in_layers + ends * tensor.end + tensor.loss),
         "context": count * (2 * layers + again) * context_bytes(config),
         "pipeline": 2 * config.chunks * count * message_bytes(config) * (pp > 1),

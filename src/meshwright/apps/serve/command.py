@@ -113,7 +113,7 @@ def is_key(key: str) -> bool:
 ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try the model on."
 
 
-def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTask:
+def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> ReadingTask:
     c, s = parsed.config, parsed.config.serve
     key = s.key()
     if key is not None and not is_key(key):
@@ -153,7 +153,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTa
 
     sockets: list[socket.socket] = []
     less = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
-    context = listening() if is_lead else contextlib.nullcontext()
+    context = listening() if is_rank_0 else contextlib.nullcontext()
     return ReadingTask(work, less, "stdout", check, context=context, stops=True)
 
 

@@ -27,7 +27,7 @@ from meshwright.apps.pages import plot
 from meshwright.apps.pages.styles import COLOURS
 from meshwright.base import console
 from meshwright.base.records import align_columns
-from meshwright.config.fields import twin_settings, with_settings
+from meshwright.config.fields import baseline_settings, with_settings
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import (
     Checkpoint,
@@ -160,7 +160,7 @@ def make_small(config: TrainConfig) -> TrainConfig:
     """Return the run as it is measured: on this device alone, with plain layers and one rate."""
     t, o = config.training, config.optimizer
     training = dataclasses.replace(
-        Training(**twin_settings(t)),
+        Training(**baseline_settings(t)),
         micro_batch_size=1 if t.micro_batch_size == "auto" else t.micro_batch_size,
         global_batch_size=t.global_batch_size,
         num_accumulation_steps=t.num_accumulation_steps,
@@ -180,7 +180,7 @@ def make_small(config: TrainConfig) -> TrainConfig:
         config,
         training=training,
         optimizer=dataclasses.replace(
-            Optimizer(**twin_settings(o)),
+            Optimizer(**baseline_settings(o)),
             lr=o.lr,
             lr_decay_style="constant",
             weight_decay=o.weight_decay,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from meshwright.apps.pages.runs import CERTIFICATE
+from meshwright.apps.verify.baseline import make_baseline
 from meshwright.apps.verify.compare import Comparison, Quantity, compare_with_one_process
-from meshwright.apps.verify.twin import make_twin
 from meshwright.base import device as devices
 from meshwright.base.errors import UNEQUAL, UserError
 from meshwright.base.files import replacing
@@ -40,7 +40,7 @@ def verify_layout(config: TrainConfig, setup: RankSetup, command: list[str], sho
     values = certificate(config, comparison, setup, command)
     values["seconds"] = round(time.perf_counter() - began, 3)
     if folder is not None:
-        setup.team.run_on_lead(lambda: write_certificate(folder / CERTIFICATE, values))
+        setup.team.run_on_rank_0(lambda: write_certificate(folder / CERTIFICATE, values))
     outcome = "layout verified" if comparison.is_equal else "the layout differs"
     show(comparison, f"{outcome}: {values['summary']}")
     if not comparison.is_equal:
@@ -92,7 +92,7 @@ def certificate(
         "layout": layout,
         "settings": given,
         "steps": comparison.steps,
-        "reduced": make_twin(config, device.type != "cpu").sizes,
+        "reduced": make_baseline(config, device.type != "cpu").sizes,
         "compared": compared,
         "gradients": comparison.gradients,
         "differences": [dataclasses.asdict(one) for one in comparison.differences],
@@ -145,8 +145,8 @@ def describe_difference(comparison: Comparison, folder: Path | None) -> str:
 
 def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSetup) -> list[str]:
     """Return what was compared, for people."""
-    twin, p = comparison.config, config.parallel
-    m, backend = twin.model, pick_backend(p, setup.device)
+    baseline, p = comparison.config, config.parallel
+    m, backend = baseline.model, pick_backend(p, setup.device)
     layout = [describe_layout(config)]
     if p.zero_stage:
         layout.append(f"ZeRO {p.zero_stage}")
@@ -155,16 +155,16 @@ def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSet
     if config.chunks > 1:
         layout.append(f"{config.chunks} stages on each pipeline rank")
     small = f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads"
-    small += f", {twin.data.seq_length} tokens"
+    small += f", {baseline.data.seq_length} tokens"
     lines = [
         f"layout    {', '.join(layout)}; {backend} on {devices.device_name(setup.device)}",
-        f"compared  with one process: {small}, float64, {comparison.steps} steps of {twin.global_batch} samples",
+        f"compared  with one process: {small}, float64, {comparison.steps} steps of {baseline.global_batch} samples",
         "",
         f"{'':24}{'number':>7}  {'largest difference':>18}  {'allowed':>8}",
     ]
 
     # The rows of float64 come first.
-    precision = twin.precision.dtype
+    precision = baseline.precision.dtype
     for one in comparison.compared:
         if one.precision != precision:
             precision = one.precision

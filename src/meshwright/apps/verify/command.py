@@ -150,7 +150,7 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
         team = join_ranks(
             world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
         )
-        console.set_stream("stdout" if team.is_lead else None)
+        console.set_stream("stdout" if team.is_rank_0 else None)
         mock = with_settings(
             dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True
         )
@@ -167,9 +167,9 @@ def rehearse(resolved: TrainingRun, layout: Layout, device: torch.device, team: 
 
     groups, caller = dict(layout.groups), resolved.caller
 
-    def connect(twin: Layout) -> Layout:
-        """Give the twin the run's own groups, so that it makes none."""
-        return dataclasses.replace(twin, groups=dict(groups))
+    def connect(baseline: Layout) -> Layout:
+        """Give the baseline the run's own groups, so that it makes none."""
+        return dataclasses.replace(baseline, groups=dict(groups))
 
     def show(comparison: Comparison, line: str) -> None:
         console.remark(f" > {line}")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.apps.verify.twin import alone, make_twin
+from meshwright.apps.verify.baseline import alone, make_baseline
 from meshwright.base import console
 from meshwright.base.errors import UNEQUAL, UserError
 from meshwright.checkpoint.boxes import Box, split_boxes
@@ -150,7 +150,7 @@ class Comparison:
     differences: list[Difference]  # the first to occur comes first
     gradients: dict[str, float]  # the largest difference of each parameter's, in float64
     not_compared: list[str]
-    config: TrainConfig  # of the twin
+    config: TrainConfig  # of the baseline
 
     @property
     def is_equal(self) -> bool:
@@ -172,8 +172,8 @@ def compare_with_one_process(
     loss of the user's own.
     """
     setup = dataclasses.replace(setup or RankSetup(), team=team)
-    twin = make_twin(config, setup.device.type != "cpu")
-    not_compared = list(twin.left_out)
+    baseline = make_baseline(config, setup.device.type != "cpu")
+    not_compared = list(baseline.left_out)
     # All trainers of the comparison share their process groups, which are closed at its end.
     connected = small_run.Connected(team.timeout)
     if setup.connect is RankSetup.connect:
@@ -185,11 +185,11 @@ def compare_with_one_process(
         shared = block.enter_context(shared_folder(folder, team))
         if shared is None:
             not_compared.append("resuming: the ranks share no folder; give --save or --run-dir")
-        exact = _Comparing(twin.config, steps, setup, shared).compare(not_compared)
+        exact = _Comparing(baseline.config, steps, setup, shared).compare(not_compared)
         # In the run's own precision a known difference would only show again.
-        if not twin.in_own_precision or not exact.is_equal:
+        if not baseline.in_own_precision or not exact.is_equal:
             return exact
-        rounded = _ComparingUpdates(twin.in_own_precision, steps, setup, None).compare([])
+        rounded = _ComparingUpdates(baseline.in_own_precision, steps, setup, None).compare([])
 
     return dataclasses.replace(
         exact,
@@ -207,12 +207,12 @@ def shared_folder(folder: Path | None, team: Team) -> Iterator[Path | None]:
             folder.mkdir(parents=True, exist_ok=True)
         return tempfile.mkdtemp(prefix=".verify-layout-", dir=folder)
 
-    made = Path(team.run_on_lead(make))
+    made = Path(team.run_on_rank_0(make))
     try:
         yield made if all(team.gather(made.is_dir())) else None
         team.wait()
     finally:
-        if team.is_lead:
+        if team.is_rank_0:
             shutil.rmtree(made, ignore_errors=True)
 
 
@@ -322,11 +322,11 @@ def full_tensors(named: TensorBoxes) -> FullTensors:
 
 def broadcast(tensors: FullTensors, team: Team) -> FullTensors:
     """Send rank 0's tensors to all ranks, as one flat tensor; other ranks' are not read."""
-    shapes = team.run_on_lead(lambda: [[name, list(x.shape)] for name, x in tensors.items()])
+    shapes = team.run_on_rank_0(lambda: [[name, list(x.shape)] for name, x in tensors.items()])
     if team.size == 1:
         return tensors
     flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
-    if tensors and team.is_lead:
+    if tensors and team.is_rank_0:
         torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
     team.broadcast(flat)
     return views(flat, shapes)
@@ -475,7 +475,7 @@ class _Comparing:
 
     def run(self) -> None:
         # One step more than the layout saves: it is what the resumed runs are compared with.
-        self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))
+        self.team.run_on_rank_0(lambda: self.train_alone(self.steps + 1))
         self.has_trained_alone = True
         saves = Checkpoint()
         if self.folder:
@@ -514,7 +514,7 @@ class _Comparing:
             self.compare_step(number, made)
 
         # Validate, which resuming must not notice, and save.
-        want = self.team.run_on_lead(lambda: self.validation)
+        want = self.team.run_on_rank_0(lambda: self.validation)
         loss = run.trainer.validation.validate("valid", is_at_end=True)
         self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
         saved, counters = made.state, run.counters()
@@ -538,7 +538,7 @@ class _Comparing:
         for mine in self.team.gather({name: x.numel() for name, (_, _, x) in own.items()}):
             for name, count in mine.items():
                 totals[name] = totals.get(name, 0) + count
-        sizes = self.team.run_on_lead(
+        sizes = self.team.run_on_rank_0(
             lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()}
         )
         for name in sizes.keys() | totals.keys():
@@ -550,8 +550,8 @@ class _Comparing:
 
         All differences count as those of `stage` if one is given.
         """
-        one = self.one[step - 1] if self.team.is_lead else NOTHING
-        row, samples = self.team.run_on_lead(lambda: [one.numbers, one.samples])
+        one = self.one[step - 1] if self.team.is_rank_0 else NOTHING
+        row, samples = self.team.run_on_rank_0(lambda: [one.numbers, one.samples])
         for column, got in made.numbers.items():
             self.seen.note(stage or QUANTITIES[column], column, step, relative(got, row[column]))
         self.compare_samples(step, made.samples, samples, stage or Q.SAMPLES)
@@ -614,9 +614,9 @@ class _Comparing:
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
                 state, loaded, made = run.state(), run.counters(), run.step()
 
-        self.team.run_on_lead(load)
+        self.team.run_on_rank_0(load)
         self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(state), floor=0.0)
-        if self.team.is_lead:
+        if self.team.is_rank_0:
             self.compare_counters(Q.LOADED_ALONE, loaded, counters)
             want, number = self.one[self.steps], self.steps + 1
             self.seen.tensors(Q.NEXT_STEP_ALONE, number, made.state, full_tensors(want.state))
@@ -675,14 +675,14 @@ class _ComparingUpdates(_Comparing):
 
     def run(self) -> None:
         # Whether one process can train it at all, so that a failure below is the layout's.
-        self.team.run_on_lead(lambda: self.train_alone(1))
+        self.team.run_on_rank_0(lambda: self.train_alone(1))
         self.has_trained_alone = True
         self.one.clear()
 
         with contextlib.ExitStack() as block:
             run = block.enter_context(self.running(self.config, Checkpoint()))
             one: Watched | None = None
-            if self.team.is_lead:
+            if self.team.is_rank_0:
                 context = self.running(alone(self.config), Checkpoint(), ALONE)
                 one = block.enter_context(context)
             self.compare_drawn(run)
@@ -696,7 +696,7 @@ class _ComparingUpdates(_Comparing):
 
     def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
         """Put the gradients together, of which each rank has parts as its own."""
-        shapes = self.team.run_on_lead(
+        shapes = self.team.run_on_rank_0(
             lambda: [[name, list(x[0])] for name, x in self.drawn.items() if not kind_of(name)]
         )
         flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)

@@ -52,12 +52,12 @@ UNSET = (
 
 
 def dumped_arguments(
-    config: TrainConfig, idle: Mapping[str, Any], device_backend: str
+    config: TrainConfig, ignored: Mapping[str, Any], device_backend: str
 ) -> dict[str, Any]:
     """Return name -> value of the block.
 
     Args:
-        idle: The given flags that have no effect, by name.
+        ignored: The given flags that have no effect, by name.
         device_backend: The backend of torch.distributed that this run uses.
     """
     values: dict[str, Any] = ABSENT | ALWAYS | OFF
@@ -67,7 +67,7 @@ def dumped_arguments(
     values |= {name: values[name] or None for name in UNSET}
     values |= {"distributed_backend": device_backend, "rank": 0}
     # Given flags without effect, under the names that Megatron's parser gives them.
-    for name, value in idle.items():
+    for name, value in ignored.items():
         positive = name.removeprefix("no_")
         named, value = NAMED.get(name, (name, value))
         if named == name != positive and name not in values and positive in values:

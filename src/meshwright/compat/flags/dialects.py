@@ -10,10 +10,10 @@ from meshwright.config.dialects import Dialect
 from meshwright.config.schema import TrainConfig
 
 
-def _arguments(config: TrainConfig, idle: Mapping[str, Any], backend: str) -> dict[str, Any]:
+def _arguments(config: TrainConfig, ignored: Mapping[str, Any], backend: str) -> dict[str, Any]:
     from meshwright.compat.flags import argument_dump  # only a run needs its table
 
-    return argument_dump.dumped_arguments(config, idle, backend)
+    return argument_dump.dumped_arguments(config, ignored, backend)
 
 
 MEGATRON = Dialect(

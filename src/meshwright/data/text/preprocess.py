@@ -121,7 +121,7 @@ class Totals:
 def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO) -> list[str]:
     """Write a pair of files for each key, <prefix>_<key>_document or _sentence; return these."""
     started = time.perf_counter()
-    preparation = Preparation(config, stdout, stderr)
+    preparation = PreprocessPlan(config, stdout, stderr)
     if not preparation.is_done(stdout):
         say_to_scripts(f"Time to startup: {time.perf_counter() - started:.2f}", stdout)
         totals = Share(preparation, stdout, stderr).encode_all()
@@ -135,7 +135,7 @@ def say_to_scripts(line: str, stdout: TextIO) -> None:
         print(line, file=stdout, flush=True)
 
 
-class Preparation:
+class PreprocessPlan:
     """A command that has been checked: its inputs, tokenizer and outputs, and their identity."""
 
     def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO) -> None:
@@ -288,7 +288,7 @@ class Preparation:
 class Share:
     """One process's share of the work: the whole input, or one shard of it."""
 
-    def __init__(self, preparation: Preparation, stdout: TextIO, stderr: TextIO) -> None:
+    def __init__(self, preparation: PreprocessPlan, stdout: TextIO, stderr: TextIO) -> None:
         self.preparation = preparation
         self.stdout = stdout
         self.stderr = stderr
@@ -457,7 +457,7 @@ def _size_and_time(path: str) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
+def report(preparation: PreprocessPlan, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
     """Print what was written and what was not, and advice about the documents."""
     p = preparation.config.preprocess
 

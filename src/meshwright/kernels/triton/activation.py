@@ -1,6 +1,6 @@
 """The activation of activation.py as two Triton kernels: one pass over memory each.
 
-Tests compare them with the plain twin in Triton's interpreter, and on a GPU.
+Tests compare them with the plain reference in Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cross entropy of cross_entropy.py as two Triton kernels; a row is read in blocks.
 
-Used on CUDA only; tests compare it with the plain twin.
+Used on CUDA only; tests compare it with the plain reference.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ dependent launch, from Hopper on), which loads its weights and waits only then, 
 until the kernels before it have ended. What those write is read after it, and nothing is written
 before it.
 
-Tests compare the kernels with the plain twin in Triton's interpreter, and on a GPU.
+Tests compare the kernels with the plain reference in Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sums of gradients.py as two Triton kernels, in a fixed order.
 
-Used on CUDA only; tests compare them with the plain twin.
+Used on CUDA only; tests compare them with the plain reference.
 """
 
 from __future__ import annotations

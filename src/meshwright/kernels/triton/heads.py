@@ -2,8 +2,8 @@
 
 A slot is one head's columns of the product: slots lie as [group, its queries then key then value].
 A program moves one slot of some positions, for several samples in turn, so that it reads their
-cosines and sines once. Tests compare the kernels with the plain twin in Triton's interpreter, and
-on a GPU.
+cosines and sines once. Tests compare the kernels with the plain reference in Triton's interpreter,
+and on a GPU.
 """
 
 from __future__ import annotations

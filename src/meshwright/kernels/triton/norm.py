@@ -1,6 +1,6 @@
 """The addition and norm of norm.py as one Triton kernel for each direction.
 
-Used on CUDA only; tests compare them with the plain twin. E is the bytes of an activation's
+Used on CUDA only; tests compare them with the plain reference. E is the bytes of an activation's
 element, R those of a residual's.
 """
 

@@ -1,6 +1,6 @@
 """The bound of softcap.py as two Triton kernels.
 
-Used on CUDA only; tests compare them with the plain twin.
+Used on CUDA only; tests compare them with the plain reference.
 """
 
 from __future__ import annotations

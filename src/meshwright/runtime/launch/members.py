@@ -117,7 +117,7 @@ class MachineRecord:
         return self.state != GONE and now - self.seen < SILENT_SECONDS
 
 
-class Council:
+class Coordinator:
     """Machine 0's view of all machines, and its decisions."""
 
     def __init__(self, plan: LaunchPlan, store: Store, until: float) -> None:
@@ -125,7 +125,7 @@ class Council:
         self.store = store
         self.until = until
         self.machines = {n: MachineRecord() for n in range(plan.nodes)}
-        self.decision: dict[str, Any] = {"number": 0, "seats": {}, "ranks": 0, "restarts": 0}
+        self.decision: dict[str, Any] = {"number": 0, "assignments": {}, "ranks": 0, "restarts": 0}
         self.came: set[int] = set()
         self.looked_at = 0.0  # when the records were read
         self.stopped_at = 0.0  # when the machines stopped last
@@ -153,14 +153,14 @@ class Council:
         self.publish(over={"status": status, "line": line})
 
     @property
-    def seats(self) -> dict[int, list[int]]:
+    def assignments(self) -> dict[int, list[int]]:
         """The machines that take part: the launcher's number, the first rank, and their ranks."""
-        return {int(n): seat for n, seat in self.decision["seats"].items()}
+        return {int(n): assignment for n, assignment in self.decision["assignments"].items()}
 
     def lost(self, now: float) -> list[int]:
         """Return the machines that took part and are not there any more, or came anew."""
         lost = []
-        for n, (launcher, *_) in self.seats.items():
+        for n, (launcher, *_) in self.assignments.items():
             machine = self.machines[n]
             if machine.id != launcher or not machine.is_there(now):
                 lost.append(n)
@@ -169,7 +169,7 @@ class Council:
     def failures(self) -> dict[int, int]:
         """Return the exit codes of ranks that failed, except for those that were asked to stop."""
         codes: dict[int, int] = {}
-        for n in self.seats:
+        for n in self.assignments:
             machine = self.machines[n]
             if machine.number != self.decision["number"]:  # of ranks before these
                 continue
@@ -191,7 +191,7 @@ class Council:
             self.publish(stop=True, orderly=is_leaving and not failed)
             return
         # A larger run may be possible with the machines that have come.
-        usable = {n: ranks for n, (_, _, ranks) in self.seats.items()}
+        usable = {n: ranks for n, (_, _, ranks) in self.assignments.items()}
         for n, machine in self.machines.items():
             is_new = n not in usable and machine.state == FREE and machine.is_there(now)
             if is_new and now - machine.free_since > SETTLE_SECONDS:
@@ -203,12 +203,12 @@ class Council:
     def decide(self) -> None:
         """Write who runs next, or the end of the run, as soon as that is known."""
         now = self.read_records()
-        seats = self.seats
+        assignments = self.assignments
         largest = self.plan.shapes[0].ranks
         self.stopped_at = self.stopped_at or now
         # Wait until those that ran have stopped: only then is known which are free.
         present = {n: machine for n, machine in self.machines.items() if machine.is_there(now)}
-        is_stopping = any(present[n].state == RUNNING for n in seats if n in present)
+        is_stopping = any(present[n].state == RUNNING for n in assignments if n in present)
         if is_stopping and now < self.stopped_at + GRACE_SECONDS + self.plan.wait:
             return
         free = {
@@ -219,7 +219,7 @@ class Council:
         choice = elastic.choose_shape(self.plan.shapes, free)
         # The first start takes less than the most only when the time to come is over.
         is_full = choice is not None and choice[0].ranks == largest
-        if not seats and not is_full and now < self.until:
+        if not assignments and not is_full and now < self.until:
             self.report_waiting(free, now)
             return
         # Why the run stopped: machines are lost or too small now, or a rank failed, which ends it
@@ -227,7 +227,7 @@ class Council:
         lost = self.lost(now)
         failed = self.failures()
         restarts = self.decision["restarts"]
-        for n, (_, _, ranks) in seats.items():
+        for n, (_, _, ranks) in assignments.items():
             if n not in lost and free.get(n, 0) < ranks:
                 lost.append(n)
         reasons = self.explain(lost, free, choice[1] if choice else {})
@@ -257,14 +257,14 @@ class Council:
         self.start(*choice, text, restarts)
 
     def start(self, shape: elastic.Shape, shares: dict[int, int], line: str, restarts: int) -> None:
-        seats = {}
+        assignments = {}
         first = 0
         for n, ranks in shares.items():
-            seats[str(n)] = [self.machines[n].id, first, ranks]
+            assignments[str(n)] = [self.machines[n].id, first, ranks]
             first += ranks
         new = {
             "number": self.decision["number"] + 1,
-            "seats": seats,
+            "assignments": assignments,
             "ranks": shape.ranks,
             "flags": shape.flags,
         }
@@ -272,13 +272,13 @@ class Council:
 
     def explain(self, lost: list[int], free: dict[int, int], shares: dict[int, int]) -> list[str]:
         """Return what changed: ["machine 2 was lost", "machine 4 joins"]."""
-        if not self.seats and len(free) < self.plan.nodes:
+        if not self.assignments and len(free) < self.plan.nodes:
             return [f"{len(free)} of {self.plan.nodes} machines came within {self.plan.wait:g} s"]
         changes = []
-        seats = self.seats
+        assignments = self.assignments
         for n in lost:
             machine = self.machines[n]
-            if machine.state == FREE and machine.id == seats[n][0]:
+            if machine.state == FREE and machine.id == assignments[n][0]:
                 changes.append(f"on machine {n} only {machine.ranks} devices answer")
             elif machine.state == GONE:
                 changes.append(f"machine {n} {machine.why}")
@@ -286,9 +286,9 @@ class Council:
                 changes.append(f"machine {n} has finished")
             else:
                 changes.append(f"machine {n} was lost")
-        if seats:
+        if assignments:
             for n in shares:
-                if n not in seats or self.machines[n].id != seats[n][0]:
+                if n not in assignments or self.machines[n].id != assignments[n][0]:
                     changes.append(f"machine {n} joins")
         if len(changes) > LISTED:
             changes[LISTED:] = [f"{len(changes) - LISTED} more changes"]
@@ -300,12 +300,12 @@ class Council:
         self.is_silent = False
         missing = [n for n in range(self.plan.nodes) if n not in free]
         until = self.until
-        if self.seats:
+        if self.assignments:
             until = max(until, self.stopped_at + self.plan.wait)
         left = max(until - now, 0)
         say(f"waiting for machine {format_ranks(missing)}, up to {left:.0f} s more")
 
-    def wait_for_farewells(self, seconds: float) -> None:
+    def wait_until_all_leave(self, seconds: float) -> None:
         """Keep the store until the other machines have read the end."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -329,7 +329,7 @@ class ElasticMeeting(agent.MachineMeeting):
             "why": "ended",
         }
         self.record["id"] = self.store.add(f"came/{plan.node}", 1)
-        self.council = Council(plan, self.store, until) if plan.node == 0 else None
+        self.coordinator = Coordinator(plan, self.store, until) if plan.node == 0 else None
         self.decision: dict[str, Any] = {"number": 0}  # that this machine follows
         # The last one that was read, and how many there were.
         self.newest = self.decision
@@ -383,12 +383,12 @@ class ElasticMeeting(agent.MachineMeeting):
         self.announce(state=FREE)
         was_spare = False
         while True:
-            if self.council:
-                self.ask(self.council.decide)
+            if self.coordinator:
+                self.ask(self.coordinator.decide)
             decision = self.read()
-            seat = decision.get("seats", {}).get(str(self.plan.node))
+            assignment = decision.get("assignments", {}).get(str(self.plan.node))
             if decision["number"] > self.decision["number"] and not decision["stop"]:
-                if seat and seat[0] == self.record["id"]:
+                if assignment and assignment[0] == self.record["id"]:
                     break
                 if not was_spare:
                     was_spare = True
@@ -403,14 +403,14 @@ class ElasticMeeting(agent.MachineMeeting):
         say(decision["line"])
         os.environ[ATTEMPT] = decision["line"]
         self.run_id = f"{RUN_ID}{decision['number']}"
-        nodes = sorted(map(int, decision["seats"]))
+        nodes = sorted(map(int, decision["assignments"]))
         store = PrefixStore(f"agents/{decision['number']}", self.store)
         address = RendezvousStoreInfo(self.plan.address, self.master_port)
         return RendezvousInfo(store, nodes.index(self.plan.node), len(nodes), address)
 
     def require_machine_0(self) -> None:
         """Raise RunOver if machine 0 does not beat, though its store may answer."""
-        if self.council or not self.ask(lambda: self.store.check(["machine/0"])):
+        if self.coordinator or not self.ask(lambda: self.store.check(["machine/0"])):
             return
         beat = json.loads(self.ask(lambda: self.store.get("machine/0")))["beat"]
         if beat != self.first_beat[0]:
@@ -423,8 +423,8 @@ class ElasticMeeting(agent.MachineMeeting):
 
     def num_nodes_waiting(self) -> int:
         """Return above 0 if the ranks must stop; torch's agent then calls next_rendezvous."""
-        if self.council:
-            self.ask(self.council.watch)
+        if self.coordinator:
+            self.ask(self.coordinator.watch)
         if time.monotonic() - self.read_at < POLL_SECONDS:
             return 0
         decision = self.read()
@@ -451,7 +451,7 @@ class ElasticAgent(agent.Agent):
     ) -> list[Worker]:
         """Take the ranks that machine 0 gave this machine."""
         decision = self.meeting.decision
-        _, first, ranks = decision["seats"][str(self.plan.node)]
+        _, first, ranks = decision["assignments"][str(self.plan.node)]
         spec.local_world_size = ranks
         spec.args = (*self.program, *decision["flags"])
         self._remaining_restarts = spec.max_restarts - decision["restarts"]
@@ -475,8 +475,8 @@ class ElasticAgent(agent.Agent):
 
     def _exit_barrier(self) -> None:
         """Machine 0 ends the run when its ranks are done; the others wait for its word."""
-        if self.meeting.council:
-            self.meeting.council.end(DONE, "the run is finished")
+        if self.meeting.coordinator:
+            self.meeting.coordinator.end(DONE, "the run is finished")
             return
         self.meeting.announce(state=FINISHED)
         until = time.monotonic() + GRACE_SECONDS
@@ -496,8 +496,8 @@ class ElasticAgent(agent.Agent):
             why = f"was stopped by {signal.Signals(error.sigval).name}"
             with contextlib.suppress(RunOver, RuntimeError):
                 self.meeting.announce(why=why, state=GONE)
-                if self.meeting.council:
-                    self.meeting.council.end(
+                if self.meeting.coordinator:
+                    self.meeting.coordinator.end(
                         agent.status_of_signal(death_sig), f"machine 0 {why}, which ends the run"
                     )
         elif (
@@ -513,7 +513,7 @@ class ElasticAgent(agent.Agent):
         self.meeting.ended.set()
         with contextlib.suppress(RunOver, RuntimeError), no_stderr():
             self.meeting.announce(state=GONE)
-            if self.meeting.council:
-                if "over" not in self.meeting.council.decision:
-                    self.meeting.council.end(HANG, "machine 0 ended")
-                self.meeting.council.wait_for_farewells(GRACE_SECONDS)
+            if self.meeting.coordinator:
+                if "over" not in self.meeting.coordinator.decision:
+                    self.meeting.coordinator.end(HANG, "machine 0 ended")
+                self.meeting.coordinator.wait_until_all_leave(GRACE_SECONDS)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from meshwright.base.errors import UNEXPECTED, UserError
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Team:
     clones: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is rank 0, which writes the files and prints the log."""
         return self.rank == 0
 
@@ -73,7 +73,7 @@ class Team:
         """Return the JSON values of all ranks, in their order, on every rank.
 
         For small values alone: what a rank receives grows with the number of ranks. `merge`,
-        `collect`, `deal`, `run_on_all` and `run_on_lead` cost most ranks the same in any run.
+        `collect`, `deal`, `run_on_all` and `run_on_rank_0` cost most ranks the same in any run.
         """
         return self.merge([value], _concatenate)
 
@@ -87,17 +87,17 @@ class Team:
 
     # Actions
 
-    def run_on_lead(self, act: Callable[[], Any]) -> Any:
+    def run_on_rank_0(self, act: Callable[[], Any]) -> Any:
         """Call `act` on rank 0; give its result, a JSON value, or its error to every rank."""
         if self.size == 1:
             return act()
-        outcome, defect = self._try(act) if self.is_lead else ({}, None)
+        outcome, defect = self._try(act) if self.is_rank_0 else ({}, None)
         return _settle(self._send_down(outcome), defect)
 
-    def run_lead_first(self, act: Callable[[], T]) -> T:
+    def run_rank_0_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0 first, so that the others find what it made."""
         results: list[T] = []
-        self.run_on_lead(lambda: results.append(act()))
+        self.run_on_rank_0(lambda: results.append(act()))
         return results[0] if results else act()
 
     def run_on_all(self, act: Callable[[], T]) -> T:
@@ -121,21 +121,21 @@ class Team:
         outcome = self._send_up(outcome, _first_error_or(combine))
         collected = outcome.pop("value", None)
         _settle(self._send_down(outcome), defect)
-        return cast(T, collected if self.is_lead else combine([]))
+        return cast(T, collected if self.is_rank_0 else combine([]))
 
     def deal(self, act: Callable[[], list[Any]]) -> Any:
         """Call `act` on rank 0, which returns a JSON value for each rank; return this rank's."""
         if self.size == 1:
             return act()[0]
         dealt: list[Any] = []
-        self.run_on_lead(lambda: dealt.extend(act()))
+        self.run_on_rank_0(lambda: dealt.extend(act()))
         for level, group in reversed(list(enumerate(self._connections))):
             below = BRANCHES**level  # ranks that get their values through one of the group
             if group.rank():
                 dealt = _receive(group, 0)
             for number in range(1, group.size() if not group.rank() else 0):
                 _send(group, number, dealt[number * below : (number + 1) * below])
-        pulse.tick()
+        heartbeat.tick()
         return dealt[0]
 
     # Tensors of the host, of one size on all ranks
@@ -147,7 +147,7 @@ class Team:
                 group.recv([x], 0, 0).wait()
             for number in range(1, group.size() if not group.rank() else 0):
                 group.send([x], number, 0).wait()
-        pulse.tick()
+        heartbeat.tick()
 
     def sum(self, x: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""
@@ -172,7 +172,7 @@ class Team:
 
     def _send_up(self, value: T, combine: Callable[[list[T]], T]) -> T:
         """Return the combination of all ranks' values on rank 0, and of some on the others."""
-        pulse.tick()
+        heartbeat.tick()
         for group in self._connections:
             if group.rank():
                 _send(group, 0, value)
@@ -180,18 +180,18 @@ class Team:
                 value = combine(
                     [value, *(_receive(group, number) for number in range(1, group.size()))]
                 )
-        pulse.tick()
+        heartbeat.tick()
         return value
 
     def _send_down(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank."""
-        pulse.tick()
+        heartbeat.tick()
         for group in reversed(self._connections):
             if group.rank():
                 value = _receive(group, 0)
             for number in range(1, group.size() if not group.rank() else 0):
                 _send(group, number, value)
-        pulse.tick()
+        heartbeat.tick()
         return value
 
     def _try(self, act: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:

@@ -2,9 +2,9 @@
 
 A rank that is stopped, loops, or waits for what never comes leaves all others waiting in their next
 collective, for as long as torch's time-out says, and then torch names a rank that only waited. Here
-a thread of each rank writes a sign of life to the run's store every few seconds: where its rank is
-(pulse.py), for how long it has made no progress, and whether it stays in one call that may wait for
-other ranks.
+a thread of each rank writes a heartbeat to the run's store every few seconds: where its rank is
+(heartbeat.py), for how long it has made no progress, and whether it stays in one call that may wait
+for other ranks.
 
 A rank that has waited for half of --distributed-timeout-minutes begins to read the others' signs.
 If it has waited for all of that time, and no rank made progress meanwhile, it decides which one
@@ -42,17 +42,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from meshwright.base.errors import HANG
 from meshwright.base.files import own_file
-from meshwright.runtime.ranks import pulse as pulses
+from meshwright.runtime.ranks import heartbeat as heartbeats
 from meshwright.runtime.ranks.compare import format_ranks
 from meshwright.runtime.ranks.connect import find_missing
-from meshwright.runtime.ranks.pulse import PHASES, Pulse
+from meshwright.runtime.ranks.heartbeat import PHASES, Heartbeat
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.world import World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-SIGN_SECONDS = 2.0  # between two signs of life; less if the time-out is short
+SIGN_SECONDS = 2.0  # between two heartbeats; less if the time-out is short
 MOST_READERS = 8  # ranks that read all others' signs at once
 EXIT_SECONDS = 2.0  # from the verdict to the end, in which its text and all stacks are written
 LISTED_CALLS = 4  # in a verdict
@@ -75,7 +75,7 @@ COMPILERS = (
 
 
 class Sign(NamedTuple):
-    """A sign of life: where a rank is, for the others."""
+    """A heartbeat: where a rank is, for the others."""
 
     number: int = 0  # of its signs so far
     phase: str = PHASES[0]
@@ -109,7 +109,7 @@ class Identity(TypedDict):
 
 class HangVerdict(TypedDict):
     text: str
-    silent: list[int]  # ranks without a sign of life
+    silent: list[int]  # ranks without a heartbeat
     printers: list[int]  # one rank of each machine
     who: dict[str, Identity]  # of the silent ones
 
@@ -118,11 +118,15 @@ class Watchdog:
     """Watches the rank whose thread makes it."""
 
     def __init__(
-        self, world: World, store: Store, minutes: float, pulse: Pulse = pulses.pulse
+        self,
+        world: World,
+        store: Store,
+        minutes: float,
+        heartbeat: Heartbeat = heartbeats.heartbeat,
     ) -> None:
         self.world = world
         self.store = store
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.minutes = minutes
         self.limit = 60 * minutes
         self.every = min(SIGN_SECONDS, self.limit / 20)
@@ -139,7 +143,7 @@ class Watchdog:
         self.moved = self.entered = self.looked = self.answered = now
         self.woken = -EXIT_SECONDS  # when this process was found to have been stopped
         self.used = 0.0  # the processor's time of the training's thread when it entered its call
-        self.sign = Sign(0, pulse.phase, str(pulse), pulse.step)
+        self.sign = Sign(0, heartbeat.phase, str(heartbeat), heartbeat.step)
         self.wants_to_read = False
         # by rank: its last sign, and when it was new
         self.others: dict[int, tuple[Sign | None, float]] = {}
@@ -155,15 +159,15 @@ class Watchdog:
         )
         self.obeys = False
         if self.stacks >= 0:
-            os.lseek(self.stacks, pulses.PHASE_BYTES, os.SEEK_SET)
-            pulse.shown_in = self.stacks
+            os.lseek(self.stacks, heartbeats.PHASE_BYTES, os.SEEK_SET)
+            heartbeat.shown_in = self.stacks
             faulthandler.register(WAKING_SIGNALS[0], self.stacks, all_threads=True, chain=False)
             self.obeys = threading.current_thread() is threading.main_thread()
         if self.obeys:
             signal.signal(WAKING_SIGNALS[1], self.leave_woken)
         self.first: Identity | None = None  # rank 0's
         # The judge must not wait for the store, which may be gone.
-        acts = {"watchdog": self.judge, "signs of life": self.exchange}
+        acts = {"watchdog": self.judge, "heartbeats": self.exchange}
         self.threads = [
             threading.Thread(target=act, name=name, daemon=True) for name, act in acts.items()
         ]
@@ -175,14 +179,14 @@ class Watchdog:
         for thread in self.threads:
             thread.join(2)
         self.record = lambda text: None  # frees the training
-        self.pulse.shown_in = -1
+        self.heartbeat.shown_in = -1
         if self.obeys:
             signal.signal(WAKING_SIGNALS[1], signal.SIG_DFL)
         if self.stacks >= 0:
             faulthandler.unregister(WAKING_SIGNALS[0])
             os.close(self.stacks)
 
-    # Signs of life
+    # Heartbeats
 
     def exchange(self) -> None:
         """Tell the store where this rank is; read the verdict and, in a wait, the others' signs."""
@@ -286,7 +290,7 @@ class Watchdog:
     def watch_training(self) -> None:
         """See where the training's thread is, and since when."""
         now = time.monotonic()
-        ticks = self.pulse.ticks
+        ticks = self.heartbeat.ticks
         if now - self.looked > self.quiet:
             self.woken = self.entered = now
         self.looked = now
@@ -302,13 +306,13 @@ class Watchdog:
             self.position = position
             self.entered = now
             self.used = used
-        waits = self.pulse.phase != "data" and may_wait_for_ranks(frame)
+        waits = self.heartbeat.phase != "data" and may_wait_for_ranks(frame)
         waiting = min(now - self.entered, now - self.moved) if waits else 0.0
         self.sign = Sign(
             number=self.sign.number + 1,
-            phase=self.pulse.phase,
-            doing=str(self.pulse),
-            step=self.pulse.step,
+            phase=self.heartbeat.phase,
+            doing=str(self.heartbeat),
+            step=self.heartbeat.step,
             still=round(now - self.moved, 3),
             waiting=round(waiting, 3),
             call=describe_frame(frame),
@@ -332,7 +336,7 @@ class Watchdog:
         if any(sign.still < 0.9 * self.limit for sign in live.values()):
             return None
         named = silent
-        why = "no sign of life: stopped, without its machine, or in a call that holds Python's lock"
+        why = "no heartbeat: stopped, without its machine, or in a call that holds Python's lock"
         if not named:
             active = {rank: sign for rank, sign in live.items() if sign.waiting < self.limit / 2}
             if not active and not all(sign.is_busy for sign in live.values()):
@@ -474,7 +478,7 @@ class Watchdog:
                     os.kill(pid, number)
                 os.kill(pid, signal.SIGCONT)
                 wait_for_stacks(memory.fileno(), tries=6, pause=0.5)
-                text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.PHASE_BYTES :]}"
+                text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[heartbeats.PHASE_BYTES :]}"
             if self.folder is not None and self.folder.is_dir():
                 with open(stacks_of(self.folder, rank), "w", opener=own_file) as file:
                     file.write(text)
@@ -544,7 +548,7 @@ def read_phase(who: Identity) -> str:
     with contextlib.suppress(OSError):
         if is_neighbour(who):
             memory = Path(f"/proc/{who['pid']}/fd/{who['stacks']}").read_text(errors="replace")
-            return memory[: pulses.PHASE_BYTES].strip(" \0")
+            return memory[: heartbeats.PHASE_BYTES].strip(" \0")
     return ""
 
 
@@ -554,7 +558,7 @@ def wait_for_stacks(fd: int, tries: int, pause: float) -> None:
     for _ in range(tries):
         before = size
         size = os.fstat(fd).st_size
-        if pulses.PHASE_BYTES < size == before:
+        if heartbeats.PHASE_BYTES < size == before:
             return
         time.sleep(pause)
 

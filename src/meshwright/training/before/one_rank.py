@@ -65,7 +65,7 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
 
 
 def without_device(config: TrainConfig) -> TrainConfig:
-    """Return the settings without what only a device can do: fp8, pinned and mapped memory."""
+    """Return the settings without what only a device can do: fp8, pinned and symmetric memory."""
     maps_none = {"tp_overlap": "off", "data_parallel_sums": "collectives"}
     return with_settings(
         config, cpu_optimizer=False, remote_device="none", fp8_format=None, **maps_none

@@ -30,8 +30,8 @@ from meshwright.training.before.resolve import (
     padded_for,
     require_free_folders,
     require_settings,
+    resolve_length,
     run_folder_of,
-    settle_length,
 )
 from meshwright.training.forecast import find_forecast
 from meshwright.training.parameters import parameters_of_ranks
@@ -76,7 +76,7 @@ def dry_run(config: TrainConfig, start: Source | None = None) -> int:
     set_stream("stdout")
     require_settings(config, needs_data=False)
     bring_files(config)
-    config = settle_length(config)
+    config = resolve_length(config)
     later = checks.problems(config)
     require_free_folders(config)
     require_packages(config.logging)

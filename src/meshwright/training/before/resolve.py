@@ -205,14 +205,14 @@ def resolve(
     config: TrainConfig,
     world: World,
     command: list[str] | None = None,
-    idle: Mapping[str, Any] | None = None,
+    ignored: Mapping[str, Any] | None = None,
     caller: Caller = Caller(),  # noqa: B008
 ) -> TrainingRun:
     """Decide a run on this rank.
 
-    `idle` are given flags without effect, which the log shows. If the caller has data sets, no flag
-    names any. One process raises what is wrong with its files; of several, all raise it when they
-    have met.
+    `ignored` are given flags without effect, which the log shows. If the caller has data sets, no
+    flag names any. One process raises what is wrong with its files; of several, all raise it when
+    they have met.
     """
     has_datasets = caller.datasets is not None
     config = with_settings(config, world_size=world.size)
@@ -224,16 +224,16 @@ def resolve(
     require_settings(config, needs_data=not has_datasets)
     config, vocabulary, problem = look_at_files(config, world)
     arguments = dialects.shown_arguments(
-        config, idle or {}, config.parallel.distributed_backend or ""
+        config, ignored or {}, config.parallel.distributed_backend or ""
     )
     identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
-    switches = flags.switches_in_effect(config, idle or {})
+    switches = flags.switches_in_effect(config, ignored or {})
     return TrainingRun(
         config, vocabulary, caller, identity, arguments, problem, world, command or [], switches
     )
 
 
-def settle_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
+def resolve_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
     """Count the samples of --train-epochs, and check the schedule that they make."""
     if (epochs := config.training.train_epochs) is None:
         return config
@@ -302,7 +302,7 @@ def look_at_files(
     """Return settings and vocabulary, or what is wrong with the files of one of several ranks."""
     try:
         bring_files(config)
-        config = settle_length(config, prints=world.rank == 0)
+        config = resolve_length(config, prints=world.rank == 0)
         if world.rank == 0:
             require_free_folders(config)
             require_packages(config.logging)

@@ -199,9 +199,9 @@ def as_usual(net: Network) -> Iterator[None]:
             block.enter_context(torch.compiler.set_stance("force_eager"))
         if (scales := net.store.scales) is not None:
             block.enter_context(scales.trial())
-        for p in (p for part in net.parts for p in part.parameters() if hasattr(p, "sink")):
-            block.callback(setattr, p, "sink", p.sink)
-            del p.sink
+        for p in (p for part in net.parts for p in part.parameters() if hasattr(p, "main_grad")):
+            block.callback(setattr, p, "main_grad", p.main_grad)
+            del p.main_grad
         for part in net.parts:
             part.train()
         yield

@@ -68,7 +68,7 @@ def copies_in(store: Store) -> list[Copies]:
                 begin, low, high = store.local_range(name)
                 parts[name] = store.master[begin : begin + high - low]
             kinds.append(Copies("master weights", of_replicas, parts, store.master))
-    uncut = {name: x for name, x in named.items() if not store.sharding.is_cut(name)}
+    uncut = {name: x for name, x in named.items() if not store.sharding.is_sharded(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
     if store.sharding.tied:  # the first and the last stage have the token table
         ends = [sorted({stages[0], stages[-1]}) for stages in layout.members("pp")]

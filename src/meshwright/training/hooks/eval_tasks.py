@@ -174,10 +174,10 @@ class ScoresBeside(Scores):
         self.begin(iteration, consumed)
 
     def begin(self, iteration: int, consumed: int) -> None:
-        self.team.run_on_lead(lambda: make_anew(self.root))
+        self.team.run_on_rank_0(lambda: make_anew(self.root))
         self.snapshot(self.root)
         self.scored_step = iteration
-        if not self.team.is_lead:
+        if not self.team.is_rank_0:
             return
         g, p = self.config.logging, self.config.precision
         where = g.eval_tasks_device or "cpu"
@@ -256,7 +256,7 @@ class ScoresBeside(Scores):
             self.child.kill()
             self.child.wait()
             self.child = None
-        if self.team.is_lead:
+        if self.team.is_rank_0:
             shutil.rmtree(self.root, ignore_errors=True)
 
 

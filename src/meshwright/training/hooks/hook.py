@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from meshwright.training.hooks.eval_tasks import Scores
@@ -57,7 +57,7 @@ class WriteSamples:
         return step % self.interval == 0
 
     def run(self, step: int) -> None:
-        pulse.enter("samples")
+        heartbeat.enter("samples")
         self.writer.write(step, self.metrics)
 
 
@@ -95,12 +95,12 @@ class ScoreTasks:
         return step % self.scores.interval == 0
 
     def run(self, step: int) -> None:
-        pulse.enter("scores")
+        heartbeat.enter("scores")
         consumed = self.progress.consumed_train_samples
         self.scores.run(step, consumed, self.metrics, self.is_cut_short)
 
     def finish(self) -> None:
         """Score the weights after the last step."""
-        pulse.enter("scores")
+        heartbeat.enter("scores")
         p = self.progress
         self.scores.finish(p.iteration, p.consumed_train_samples, self.metrics, self.is_cut_short)

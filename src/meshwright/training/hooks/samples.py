@@ -19,7 +19,7 @@ from meshwright.data.loader import Batch
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, text_until_stop
-from meshwright.kernels.twins import upcast
+from meshwright.kernels.references import upcast
 from meshwright.training.hooks.eval_tasks import runs_one_shape
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.micro_step import Network

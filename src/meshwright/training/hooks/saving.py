@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.console import say
 from meshwright.data.samples import OrderedSamples
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from meshwright.data.feed import Feed
@@ -36,7 +36,7 @@ class Saving:
         return bool(c.save) and (is_regular or is_best)
 
     def run(self, step: int) -> None:
-        pulse.enter("save")
+        heartbeat.enter("save")
         # A checkpoint of damaged weights would spoil every run that goes on from it.
         if self.replicas is not None:
             self.replicas.require_equal(step)
@@ -74,7 +74,7 @@ class Saving:
     def report_samples_used(self, aloud: bool = False) -> None:
         """Log how many samples of each blended data set were used; `aloud` prints them too."""
         consumed = self.progress.consumed_train_samples
-        train = self.feed.datasets.get("train") if self.state.team.is_lead else None
+        train = self.feed.datasets.get("train") if self.state.team.is_rank_0 else None
         if not isinstance(train, OrderedSamples):
             return
         used = train.count_used(consumed)

@@ -89,11 +89,11 @@ class Metrics:
         team: Team,
         screen: LineScreen | None = None,
     ) -> None:
-        self.folder, self.config, self.g, self.is_lead = (
+        self.folder, self.config, self.g, self.is_rank_0 = (
             folder,
             config,
             config.logging,
-            team.is_lead,
+            team.is_rank_0,
         )
         self.run, self.device, self.timers, self.screen = run, timers.device, timers, screen
         self.file, self.attempt_number, self.has_failed = -1, 1, False
@@ -106,7 +106,7 @@ class Metrics:
             self.attempt_number = 1 + _count_starts(folder)
         name = folder.resolve().name if folder is not None else "meshwright"
         self.trackers, self.bar = [], None
-        if team.is_lead:
+        if team.is_rank_0:
             settings = shown_in(flags.to_dict(config))
             self.trackers = open_trackers(
                 RunToDraw(self.g, folder, settings, name, run.iteration + 1, run.consumed)
@@ -212,7 +212,7 @@ class Metrics:
         if is_last or iteration % self.g.log_interval == 0 or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
         if self.comparison is not None and self.comparison.note(seconds):
-            stats, mapped = devices.memory_stats(self.device), devices.mapped_memory()
+            stats, mapped = devices.memory_stats(self.device), devices.symmetric_memory()
             for line in self.comparison.compare(stats, mapped):
                 remark(line)
             self.comparison = None  # once is enough
@@ -337,9 +337,9 @@ class Metrics:
             self.gpus_are_hidden = True  # it is said once
             lines = [f" > --nvidia-smi-at: {error}, so nothing is printed"]
         for line in lines:
-            if self.is_lead:
+            if self.is_rank_0:
                 remark(line)
-            else:  # the lead's log has no lines of other machines
+            else:  # rank 0's log has no lines of other machines
                 with contextlib.suppress(OSError):
                     print(line, flush=True)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.console import say
 from meshwright.config.schema import Logging
-from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.team import Team
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Startup:
     def wait(self, doing: str, is_over: Callable[[], bool] = lambda: False) -> None:
         """Say what is waited for after some time, unless it is over by then."""
         self.end_wait()
-        pulse.enter("startup", 0, doing)
+        heartbeat.enter("startup", 0, doing)
         if self.prints:
             self.timer = threading.Timer(PATIENCE, self.say_unless, (is_over, doing))
             self.timer.daemon = True

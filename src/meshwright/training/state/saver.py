@@ -96,7 +96,9 @@ class Saver:
         if not self.config.training.skip_train:
             with self.tolerating():
                 root = Path(self.folder)
-                self.team.run_on_lead(self.explained(step, lambda: publish.clear_unfinished(root)))
+                self.team.run_on_rank_0(
+                    self.explained(step, lambda: publish.clear_unfinished(root))
+                )
                 self.tidy_and_send(step, best, self.team)
 
     def save(
@@ -115,7 +117,7 @@ class Saver:
             for line in native.save_messages(self.folder, step):
                 say(line)
             with self.tolerating():
-                self.team.run_on_lead(
+                self.team.run_on_rank_0(
                     self.explained(step, lambda: publish.write_tracker(self.folder, step))
                 )
                 self.tidy_and_send(step, best, self.team)
@@ -146,7 +148,7 @@ class Saver:
                 f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)"
             )
             # else only what followed has failed
-            if not self.team.run_on_lead(lambda: is_complete(self.folder, step)):
+            if not self.team.run_on_rank_0(lambda: is_complete(self.folder, step)):
                 self.kept, self.failure = None, error
                 self.lost.append(step)
                 self.unrecorded.append((step, str(error)))
@@ -196,7 +198,7 @@ class Saver:
         """
         write = formats.require_written(self.config.checkpoint.ckpt_format).load_writer()
         parts, at = root / publish.PARTS, self.layout.at
-        team.run_on_lead(self.explained(step, lambda: make_anew(parts)))
+        team.run_on_rank_0(self.explained(step, lambda: make_anew(parts)))
         try:
             native.save_step(parts, step, named, state, settings, team=team, run=root)
             files_of_rank: dict[str, publish.Produce] = {}
@@ -216,12 +218,12 @@ class Saver:
             size = team.run_on_all(lay_out)
             publish.write_step(root, step, files_of_rank, bytes_needed=size, team=team)
         finally:
-            if team.is_lead:
+            if team.is_rank_0:
                 shutil.rmtree(parts, ignore_errors=True)
 
     def tidy_and_send(self, step: int, best: int | None, team: Team) -> None:
         """Let rank 0 do what follows a save, and the first rank of each machine send its files."""
-        removed = team.run_on_lead(self.explained(step, lambda: self.tidy(step, best)))
+        removed = team.run_on_rank_0(self.explained(step, lambda: self.tidy(step, best)))
         team.run_on_all(self.explained(step, lambda: self.send(step, removed)))
 
     def explained(self, step: int, act: Callable[[], T]) -> Callable[[], T]:
@@ -278,7 +280,7 @@ class Saver:
         c = self.config.checkpoint
         if c.save_hf and self.kept is None:
             remark(" > --save-hf: nothing was trained or saved, so nothing is written")
-        elif c.save_hf and self.kept is not None and self.team.is_lead:
+        elif c.save_hf and self.kept is not None and self.team.is_rank_0:
             from meshwright.checkpoint.huggingface import writer as huggingface_writer
 
             source = loading.open_checkpoint(steps.step_folder(self.folder, self.kept))

@@ -182,10 +182,10 @@ class State:
             self.loaded = loaded.step
             seconds = time.perf_counter() - begun
             remark(
-                f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}"
+                f" > {self.team.run_on_rank_0(lambda: describe_recovery(self.config, loaded, seconds))}"
             )
             self.forget_best(is_moved=c.save_overwrite)
-            if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
+            if self.team.run_on_rank_0(lambda: is_kept(c, loaded.step)):
                 self.saver.continue_from(loaded.step, self.best_to_keep)
 
     def wanted(self, source: Source, with_optimizer: bool, with_average: bool) -> TensorBoxes:
@@ -294,7 +294,7 @@ class State:
         """Replace the weights by the mean of --average-last; return its steps, none if too few."""
         c, last = self.config.checkpoint, self.progress.iteration
         save, number = c.save or "", c.average_last
-        saved: list[int] = self.team.run_on_lead(
+        saved: list[int] = self.team.run_on_rank_0(
             lambda: [n for n in steps.list_steps(save) if n <= last]
         )
         if len(saved) < number:
@@ -348,7 +348,7 @@ class State:
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
             save = c.save
-            if is_moved or not self.team.run_on_lead(lambda: best in steps.list_steps(save)):
+            if is_moved or not self.team.run_on_rank_0(lambda: best in steps.list_steps(save)):
                 self.progress.best_iteration = self.progress.best_loss = None
 
     def set_epochs(self, epochs: list[list[Any]]) -> None:
@@ -397,12 +397,12 @@ class State:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings to save, on rank 0 alone: it reads a part of every data set."""
-        return {**saved_settings(self.recorded), **self.switches} if self.team.is_lead else {}
+        return {**saved_settings(self.recorded), **self.switches} if self.team.is_rank_0 else {}
 
     def save_weights(self, root: Path) -> None:
         """Write the weights alone as a step into another folder than --save."""
         state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
-        with owner.lock_folder(root) if self.team.is_lead else contextlib.nullcontext():
+        with owner.lock_folder(root) if self.team.is_rank_0 else contextlib.nullcontext():
             named = self.net.store.named_state(False, to_save=True)
             native.save_step(
                 root, self.progress.iteration, named, state, self.settings(), team=self.team

@@ -16,7 +16,7 @@ from meshwright.apps.plan.measure.pretend import pretended_rank
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
-from meshwright.kernels.gradients import sink_of
+from meshwright.kernels.gradients import main_grad_of
 from meshwright.model import pick
 from meshwright.parallel import pipeline
 from meshwright.parallel.flat import FlatStore
@@ -137,8 +137,8 @@ def find_gradients(net: Network) -> None:
     if isinstance(net.store, FlatStore) and net.store.keeps_gradients:
         for part in net.parts:
             for parameter in part.parameters():
-                if (sink := sink_of(parameter)) is not None:
-                    sink.begin()
+                if (main_grad := main_grad_of(parameter)) is not None:
+                    main_grad.begin()
 
 
 def take_steps(net: Network, batches: list[Batch], account: Account, steps: int) -> None:

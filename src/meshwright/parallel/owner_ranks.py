@@ -1,22 +1,22 @@
-"""Muon's matrices at their homes: where each is orthogonalised, and how it gets there and back.
+"""Muon's matrices at their owners: where each is orthogonalised, and how it gets there and back.
 
 Newton-Schulz iterations need a full matrix. ZeRO and tensor parallelism leave a part of it on each
-rank, and without them every data-parallel rank would compute the same. So each parameter has a home
-among the ranks that share it: those of ZeRO (without it, all data-parallel and context ranks) times
-those of tensor parallelism. A pipeline stage has homes of its own, and so has each replica of a
-sharded store. Homes follow from names and shapes alone, longest processing time first: the
+rank, and without them every data-parallel rank would compute the same. So each parameter has an
+owner among the ranks that share it: those of ZeRO (without it, all data-parallel and context ranks)
+times those of tensor parallelism. A pipeline stage has owners of its own, and so has each replica
+of a sharded store. Owners follow from names and shapes alone, longest processing time first: the
 costliest parameter goes to the rank with the least to do.
 
-    on every rank   momentum of its own part, which stays there: checkpoints know no homes
-      all-to-all    the look-ahead of each part goes home, in 16 bits
-    at home         orthogonalise all matrices of one shape at once
+    on every rank   momentum of its own part, which stays there: checkpoints know no owners
+      all-to-all    the look-ahead of each part goes to its owner, in 16 bits
+    at owner         orthogonalise all matrices of one shape at once
       all-to-all    each rank gets the update of its part, in 16 bits, and subtracts it
 
 For P parameters of matrices, n ranks that share them and p parts, a rank sends
 
-    ZeRO 1 to 3, tensor      (n - 1)/n 2P/p bytes home, and as many back (p = n)
-    ZeRO 0                   nothing home, (n - 1)/n 2P bytes back (p = 1)
-    ZeRO 0 with tensor t     (t - 1)/t 2P/n home, (n - 1)/n 2P/t back (p = t)
+    ZeRO 1 to 3, tensor      (n - 1)/n 2P/p bytes to the owner, and as many back (p = n)
+    ZeRO 0                   nothing to the owner, (n - 1)/n 2P bytes back (p = 1)
+    ZeRO 0 with tensor t     (t - 1)/t 2P/n to the owner, (n - 1)/n 2P/t back (p = t)
 
 These follow the gradients' sums, which are as without Muon, and precede the gathering of new
 weights. Laying each matrix into one rank's part of a bucket instead would send nothing more, but no
@@ -24,7 +24,7 @@ layout by whole matrices divides a layer's bucket equally: of its four or five m
 would have none, and collectives of equal parts would carry the padding. Parts that are brought
 together need no other layout, and serve rows (ZeRO 3) and tensor parallelism alike.
 
-Rounds bound the memory: in one, a home has at most about MUON_CHUNK elements.
+Rounds bound the memory: in one, an owner has at most about MUON_CHUNK elements.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedParameter(NamedTuple):
 
     name: str
     form: MatrixForm
-    is_cut: bool  # between tensor ranks
+    is_sharded: bool  # between tensor ranks
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Sharers:
         """Return the part of a parameter that a rank updates."""
         return self.boxes_of(p.name, *divmod(rank, self.tensor))
 
-    def sends(self, p: SharedParameter, rank: int, home: int) -> bool:
-        """Whether a rank sends its part home; of equal parts only the nearest is sent."""
+    def sends(self, p: SharedParameter, rank: int, owner: int) -> bool:
+        """Whether a rank sends its part to the owner; of equal parts only the nearest is sent."""
         data, tensor = divmod(rank, self.tensor)
-        home_data, home_tensor = divmod(home, self.tensor)
-        if not self.is_sharded and data != home_data:
+        owner_data, owner_tensor = divmod(owner, self.tensor)
+        if not self.is_sharded and data != owner_data:
             return False
-        return p.is_cut or tensor == home_tensor
+        return p.is_sharded or tensor == owner_tensor
 
 
 class Parcels:
@@ -112,21 +112,21 @@ class Round:
     returns: list[tuple[Parcels, Parcels]]  # sent and received, some members at a time
 
 
-class Homes:
-    """The homes of an optimizer's parameters."""
+class OwnerRanks:
+    """The owners of an optimizer's parameters."""
 
     def __init__(self, parameters: list[SharedParameter], sharers: Sharers, steps: int) -> None:
         self.parameters = parameters
         self.sharers = sharers
         # Each step needs them again.
         self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))
-        self.homes = dict[int, int]()
+        self.owners = dict[int, int]()
         sizes = [math.prod(p.form.shape) for p in parameters]
         loads = [0.0] * sharers.size
         self.rounds = list[Round]()
         for members in packed(range(len(parameters)), sizes, MUON_CHUNK * sharers.size):
             costs = {i: parameters[i].form.cost(steps) for i in members}
-            self.homes |= assign(costs, loads)
+            self.owners |= assign(costs, loads)
             pieces = packed(members, sizes, MUON_CHUNK * sharers.parts)
             self.rounds.append(self._round(members, pieces))
 
@@ -135,27 +135,28 @@ class Homes:
         ranks = range(self.sharers.size)
         mine = {i: elements(self.boxes(i, s.rank)) for i in members}
 
-        def at_home(some: list[int]) -> list[tuple[int, int, int]]:
-            own = [i for i in some if self.homes[i] == s.rank]
+        def at_owner(some: list[int]) -> list[tuple[int, int, int]]:
+            own = [i for i in some if self.owners[i] == s.rank]
             return [(r, i, elements(self.boxes(i, r))) for i in own for r in ranks]
 
         def sends(rank: int, i: int) -> bool:
-            return s.sends(self.parameters[i], rank, self.homes[i])
+            return s.sends(self.parameters[i], rank, self.owners[i])
 
-        # Home: what each rank sends of its own, and what this home receives of everyone.
-        sent = [(self.homes[i], i, mine[i]) for i in members if sends(s.rank, i)]
-        received = [(r, i, size) for r, i, size in at_home(members) if sends(r, i)]
+        # Owner: what each rank sends of its own, and what this owner receives of everyone.
+        sent = [(self.owners[i], i, mine[i]) for i in members if sends(s.rank, i)]
+        received = [(r, i, size) for r, i, size in at_owner(members) if sends(r, i)]
         # Back: updates go to every rank that has a part, whether it sent one or not.
         returns = []
         for some in pieces:
-            own = [(self.homes[i], i, mine[i]) for i in some]
-            returns.append((Parcels(s.size, at_home(some)), Parcels(s.size, own)))
+            own = [(self.owners[i], i, mine[i]) for i in some]
+            returns.append((Parcels(s.size, at_owner(some)), Parcels(s.size, own)))
         return Round(members, Parcels(s.size, sent), Parcels(s.size, received), returns)
 
     def collect(
         self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor
     ) -> Stacks:
-        """Bring look-aheads home; return those of this home's parameters, stacked by form.
+        """Bring look-aheads to their owners; return those of this owner's parameters, stacked by
+        form.
 
         `ahead` yields the look-ahead of this rank's part of each member, `like` has their format
         and the device.
@@ -164,14 +165,14 @@ class Homes:
         received = one_round.received
         values = like.new_empty(sent.total)
         for i, look_ahead in ahead:
-            place = sent.places.get((self.homes[i], i))
+            place = sent.places.get((self.owners[i], i))
             if place is not None:
                 values[place] = look_ahead.flatten()
         if self.sharers.parts > 1:  # else each parameter is whole where it is
             values = comm.exchange(values, sent.sizes, received.sizes, self.sharers.group)
         own: dict[MatrixForm, list[int]] = {}
         for i in one_round.members:
-            if self.homes[i] == self.sharers.rank:
+            if self.owners[i] == self.sharers.rank:
                 own.setdefault(self.parameters[i].form, []).append(i)
         stacks = {}
         for form, numbers in own.items():
@@ -182,7 +183,7 @@ class Homes:
     def give_back(
         self, one_round: Round, updates: Stacks, like: Tensor
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Send the updates from their homes; yield those of this rank's parts, some at a time."""
+        """Send the updates from their owners; yield those of this rank's parts, some at a time."""
         for sent, received in one_round.returns:
             out = like.new_empty(sent.total)
             copy_all((to, value) for value, to in self._views(updates, sent, out))

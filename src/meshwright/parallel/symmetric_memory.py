@@ -48,7 +48,7 @@ class Arrival:
         devices.current_stream(self.device).wait_event(self.event)
 
 
-class MappedBuffer:
+class SymmetricBuffer:
     """A flat buffer of this rank, `own`, and those of all ranks of the group, by rank."""
 
     def __init__(
@@ -131,14 +131,14 @@ class BufferMapper:
         words, by_kernel = self.map(count_words(self.ranks), torch.int32)
         self.barrier = stream_barrier(words, self.rank) or by_kernel
 
-    def zeros(self, size: int, dtype: torch.dtype) -> MappedBuffer:
+    def zeros(self, size: int, dtype: torch.dtype) -> SymmetricBuffer:
         buffers, _ = self.map(size, dtype)
-        return MappedBuffer(buffers, self.rank, self.barrier, self.stream)
+        return SymmetricBuffer(buffers, self.rank, self.barrier, self.stream)
 
     def map(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], Callable[[], None]]:
         """Return zeros of each rank, and torch's barrier, a kernel that waits."""
         own: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
-        devices.count_mapped(own.nbytes)
+        devices.count_symmetric_memory(own.nbytes)
         handle: Any = self.symmetric.rendezvous(own, self.group.group_name)
         buffers = [
             own if r == self.rank else handle.get_buffer(r, (size,), dtype)
@@ -159,7 +159,7 @@ def choose_mapper(
     if group is None:
         return None, ""
     mappers = list[BufferMapper]()
-    trials = list[MappedBuffer]()
+    trials = list[SymmetricBuffer]()
 
     def map_memory() -> None:
         mappers.append(BufferMapper(group, device))
@@ -173,7 +173,7 @@ def choose_mapper(
     return (None if reason else mappers[0]), reason
 
 
-def sums_are_right(trial: MappedBuffer, group: ProcessGroup) -> bool:
+def sums_are_right(trial: SymmetricBuffer, group: ProcessGroup) -> bool:
     """Return whether a sum of integers, which no order of addition changes, is the collective's."""
     integers = torch.arange(TRIAL_SIZE, device=trial.device, dtype=torch.float32)
     expected = trial.own.copy_(integers * (dist.get_rank(group) + 1)).clone()

@@ -20,7 +20,7 @@ from meshwright.model.positions import Positions, StreamPositions
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, stages
-from meshwright.parallel.tensor import cut_layers
+from meshwright.parallel.tensor import shard_layers
 
 if TYPE_CHECKING:
     from meshwright.config.schema import Model
@@ -38,7 +38,7 @@ class ModelInput(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class CutModel:
+class ParallelModel:
     """One rank's part of a model, with what it needs to run together with the other ranks."""
 
     parts: list[Any]  # the complete model, or the stages of one pipeline rank
@@ -134,7 +134,7 @@ class CutModel:
                 self.layout, "1f1b", self.parts, part.m.hidden_size, False, dtype
             )
             self.pipeline.open(self.device)
-            self.send_to_lead(torch.zeros(1, dtype=dtype, device=self.device), (1,))
+            self.send_to_rank_0(torch.zeros(1, dtype=dtype, device=self.device), (1,))
 
     def gather_ids(self, logits: Tensor) -> Tensor:
         """Return the logits of all ids, from every tensor rank's own."""
@@ -145,7 +145,7 @@ class CutModel:
         parts = comm.all_gather(logits, group).chunk(self.layout.tp)
         return torch.cat(parts, -1)
 
-    def send_to_lead(self, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    def send_to_rank_0(self, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """Pass a tensor of the last stage to rank 0; return it there, as on one stage alone."""
         if self.pipeline is None or self.layout.at("tp"):
             return x
@@ -161,14 +161,14 @@ class CutModel:
         return received
 
 
-def build_cut_model(
+def build_parallel_model(
     m: Model,
     sizes: tuple[int, int, int],
     layers: list[int],
     layout: Layout,
     dtype: torch.dtype,
     device: torch.device,
-) -> CutModel:
+) -> ParallelModel:
     """Build this rank's part of a model to evaluate or generate with; its weights are not set.
 
     `sizes` are the vocabulary's, true and padded, and the number of positions. `layers` holds the
@@ -176,6 +176,6 @@ def build_cut_model(
     """
     with torch.device("meta"):
         (part,) = stages(lambda: GPT(m, *sizes), layers, layout)
-        heads = cut_layers(part, layout, None, 0)
+        heads = shard_layers(part, layout, None, 0)
     part.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    return CutModel(parts=[part], device=device, layout=layout, heads=heads)
+    return ParallelModel(parts=[part], device=device, layout=layout, heads=heads)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Total:
-    """A sink: a float32 total of 3.0, or of NaN if the first gradient is to overwrite it."""
+    """A main_grad: a float32 total of 3.0, or of NaN if the first gradient is to overwrite it."""
 
     def __init__(self, parameter: Tensor, adds: bool = False) -> None:
         self.total = torch.full_like(parameter, 3.0 if adds else torch.nan, dtype=torch.float32)

@@ -1,8 +1,9 @@
-"""Triton kernels beside plain twins: which of the two runs, and the precision of the twin.
+"""Triton kernels beside plain references: which of the two runs, and the precision of the
+reference.
 
-A function in this folder computes with torch alone. `@twin` replaces it, for tensors on a GPU that
-Triton compiles for, by the function of the same task in kernels/triton/, which is imported when it
-first runs: a machine without Triton never asks for it.
+A function in this folder computes with torch alone. `@reference` replaces it, for tensors on a GPU
+that Triton compiles for, by the function of the same task in kernels/triton/, which is imported
+when it first runs: a machine without Triton never asks for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def launcher(kernel: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"meshwright.kernels.triton.{module}"), name)  # type: ignore[no-any-return]
 
 
-def twin(
+def reference(
     kernel: str, of: Callable[..., Tensor] = _first
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let `kernel`, such as "norm.forward" of kernels/triton/, run where there is Triton.

@@ -16,7 +16,7 @@ PHASES = "startup data forward-backward optimizer log validation samples scores 
 PHASE_BYTES = 120
 
 
-class Pulse:
+class Heartbeat:
     def __init__(self) -> None:
         self.phase = PHASES[0]
         self.step = 0
@@ -41,4 +41,4 @@ class Pulse:
         self.ticks += 1
 
 
-pulse = Pulse()
+heartbeat = Heartbeat()

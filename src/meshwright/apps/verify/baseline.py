@@ -1,7 +1,8 @@
-"""The reduced-size twin of a run: the same layout and options in float64, with few small layers.
+"""The reduced-size baseline of a run: the same layout and options in float64, with few small
+layers.
 
 Sizes shrink to what the layout can still divide; a run that is small already keeps its own. The
-data are random tokens. What the twin leaves out is listed, for the certificate.
+data are random tokens. What the baseline leaves out is listed, for the certificate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from meshwright.config import checks
 from meshwright.config.fast_paths import FUSED_BLOCK, unknown_to
-from meshwright.config.fields import twin_settings, with_settings
+from meshwright.config.fields import baseline_settings, with_settings
 from meshwright.config.grammar import PipelineLayout
 from meshwright.config.problem import SettingsError, listed
 from meshwright.config.schema import (
@@ -36,14 +37,14 @@ SMALL_LENGTH, SMALL_VOCABULARY, SMALL_BATCH = 64, 512, 32
 
 
 @dataclass(frozen=True)
-class Twin:
+class Baseline:
     config: TrainConfig  # in float64
     in_own_precision: TrainConfig | None  # the same; none if that is float64
-    left_out: list[str]  # what a comparison of twins says nothing about
+    left_out: list[str]  # what a comparison of baselines says nothing about
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes and numbers that the twin does not share with the run."""
+        """Return the sizes and numbers that the baseline does not share with the run."""
         c, m = self.config, self.config.model
         out: dict[str, Any] = {}
         for name in (
@@ -68,8 +69,8 @@ class Twin:
         }
 
 
-def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
-    """Return the twin of a run, whose length of training is left to the caller."""
+def make_baseline(config: TrainConfig, on_accelerator: bool = False) -> Baseline:
+    """Return the baseline of a run, whose length of training is left to the caller."""
     c = config
     model, parallel = (c.model, c.parallel) if is_small(c) else shrink(c)
     ranks = c.parallel.tensor_model_parallel_size * c.parallel.context_parallel_size
@@ -93,31 +94,31 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
         hidden_dropout=model.hidden_dropout or 0.1,
     )
     tokenizer, model = vocabulary(c, model)
-    twin = replace(
+    baseline = replace(
         c,
         model=model,
         tokenizer=tokenizer,
         data=data(c.data, length),
         training=training(c, on_accelerator),
         optimizer=optimizer(c.optimizer),
-        precision=replace(Precision(**twin_settings(c.precision)), params_dtype="float64"),
+        precision=replace(Precision(**baseline_settings(c.precision)), params_dtype="float64"),
         parallel=replace(parallel, deepspeed_config=None, world_size=c.world),
-        checkpoint=Checkpoint(**twin_settings(c.checkpoint)),
+        checkpoint=Checkpoint(**baseline_settings(c.checkpoint)),
         logging=Logging(log_params_norm=True, progress=False, tensorboard=False),
     )
-    own = None if c.precision.dtype == "float64" else in_own_precision(twin, c.precision)
-    if wrong := checks.problems(twin) or (own and checks.problems(own)):
-        raise SettingsError(listed(wrong, "the small twin of these settings cannot run"))
-    return Twin(twin, own, left_out(c, impl, on_accelerator))
+    own = None if c.precision.dtype == "float64" else in_own_precision(baseline, c.precision)
+    if wrong := checks.problems(baseline) or (own and checks.problems(own)):
+        raise SettingsError(listed(wrong, "the small baseline of these settings cannot run"))
+    return Baseline(baseline, own, left_out(c, impl, on_accelerator))
 
 
-def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
-    """Return the twin in another precision, with a loss scale that grows and never overflows.
+def in_own_precision(baseline: TrainConfig, p: Precision) -> TrainConfig:
+    """Return the baseline in another precision, with a loss scale that grows and never overflows.
 
     Without clipping, a rounding of the norm changes no update. Products in fp8 are left out.
     """
     precision = replace(
-        Precision(**twin_settings(p)),
+        Precision(**baseline_settings(p)),
         fp16=p.fp16,
         bf16=p.bf16,
         params_dtype=p.params_dtype,
@@ -127,7 +128,7 @@ def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
         loss_scale_window=2,
         hysteresis=p.hysteresis,
     )
-    return with_settings(replace(twin, precision=precision), lr=RATE, clip_grad=0.0)
+    return with_settings(replace(baseline, precision=precision), lr=RATE, clip_grad=0.0)
 
 
 def alone(config: TrainConfig) -> TrainConfig:
@@ -199,7 +200,7 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
         kv_channels=HEAD,
         ffn_hidden_size=ffn,
         rotary_percent=rotary,
-        # The twin has grown as the run has.
+        # The baseline has grown as the run has.
         mup_base_hidden_size=m.mup_base_hidden_size and max(1, round(small / m.width_growth)),
         mup_base_num_layers=m.mup_base_num_layers and max(1, round(layers / m.depth_growth)),
     )
@@ -253,7 +254,7 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
         each = max(1, shrink_stages(c)[0] // len(c.stages))
         layers = max(1, min(layers, each - (layers < max(c.stages))))
     return replace(
-        Training(**twin_settings(t)),
+        Training(**baseline_settings(t)),
         micro_batch_size=micro,
         global_batch_size=batch,
         rampup_batch_size=ramp,
@@ -272,7 +273,7 @@ def data(d: Data, length: int) -> Data:
     """Return random tokens whose ends of documents mean what the run's borders of documents do."""
     masks_loss, resets_positions, resets_attention = d.document_effects
     return replace(
-        Data(**twin_settings(d)),
+        Data(**baseline_settings(d)),
         mock_data=True,
         seq_length=length,
         num_workers=0,
@@ -288,7 +289,7 @@ def optimizer(o: Optimizer) -> Optimizer:
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
     least = max(o.adam_eps, 1e-6)
     return replace(
-        Optimizer(**twin_settings(o)),
+        Optimizer(**baseline_settings(o)),
         lr=rate,
         lr_decay_style="constant",
         clip_grad=clip,
@@ -297,7 +298,7 @@ def optimizer(o: Optimizer) -> Optimizer:
 
 
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
-    """Return what the run has and the twin has not, each as a reader would ask for it."""
+    """Return what the run has and the baseline has not, each as a reader would ask for it."""
     t, p, m = c.training, c.precision, c.model
     low = "" if p.params_dtype == "float64" else "float32"
     if p.bf16 or p.fp16:

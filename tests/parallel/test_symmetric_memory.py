@@ -1,4 +1,4 @@
-"""Sums of mapped memory, with threads as ranks and memory of the host; how they are chosen."""
+"""Sums of symmetric memory, with threads as ranks and memory of the host; how they are chosen."""
 
 import contextlib
 import threading
@@ -12,8 +12,8 @@ from meshwright.base import device as devices
 from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
-from meshwright.parallel import mapped
-from meshwright.parallel.mapped import MappedBuffer
+from meshwright.parallel import symmetric_memory
+from meshwright.parallel.symmetric_memory import SymmetricBuffer
 from meshwright.training import network
 
 SIZE = 1000
@@ -34,7 +34,7 @@ class Stream:
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(ranks, work) calls work(rank, MappedBuffer) in a thread a rank; return all buffers."""
+    """run(ranks, work) calls work(rank, SymmetricBuffer) in a thread a rank; return all buffers."""
     monkeypatch.setattr(devices, "current_stream", lambda device: Stream())
     monkeypatch.setattr(devices, "use_stream", lambda stream: contextlib.nullcontext())
 
@@ -49,7 +49,7 @@ def run(monkeypatch):
 
         def one(rank):
             try:
-                work(rank, MappedBuffer(buffers, rank, barrier.wait, Stream()))
+                work(rank, SymmetricBuffer(buffers, rank, barrier.wait, Stream()))
             except BaseException as error:
                 failures.append(error)
                 barrier.abort()
@@ -106,22 +106,22 @@ def test_scatter_then_gather(run, ranks):
 @pytest.mark.flag("data_parallel_sums")
 def test_choice(monkeypatch):
     cpu = torch.device("cpu")
-    assert mapped.choose_mapper("auto", None, cpu) == (None, "")
+    assert symmetric_memory.choose_mapper("auto", None, cpu) == (None, "")
     for wanted, reason in (
         ("collectives", "of --data-parallel-sums collectives"),
         ("auto", "the device is not an NVIDIA GPU"),
     ):
-        assert mapped.choose_mapper(wanted, object(), cpu) == (None, reason)
+        assert symmetric_memory.choose_mapper(wanted, object(), cpu) == (None, reason)
     with pytest.raises(
         UserError, match="--data-parallel-sums copies: the device is not .*; give .* auto"
     ):
-        mapped.choose_mapper("copies", object(), cpu)
+        symmetric_memory.choose_mapper("copies", object(), cpu)
 
 
 @pytest.mark.parametrize(("zero", "group"), [(0, "gradients"), (1, "shard"), (2, None), (3, None)])
 def test_each_stage_of_zero(monkeypatch, zero, group):
     layout, given = mock.Mock(group=lambda name: name), mock.Mock(return_value=("mapper", ""))
-    monkeypatch.setattr(network.mapped, "choose_mapper", given)
+    monkeypatch.setattr(network.symmetric_memory, "choose_mapper", given)
     for wanted in ("auto", "copies"):
         words = f"{FLAGS} --world-size 2 --zero-stage {zero} --data-parallel-sums {wanted}".split()
         config = flags.parse_settings(TrainConfig, words, "test").config
@@ -137,12 +137,12 @@ def test_each_stage_of_zero(monkeypatch, zero, group):
 def test_a_wrong_sum_is_refused(monkeypatch):
     """Every start adds numbers up in both ways."""
 
-    monkeypatch.setattr(mapped.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(mapped.dist, "all_reduce", lambda x, group: None)
+    monkeypatch.setattr(symmetric_memory.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(symmetric_memory.dist, "all_reduce", lambda x, group: None)
     for error in (0, 1):
-        buffer = mock.Mock(device=torch.device("cpu"), own=torch.zeros(mapped.TRIAL_SIZE))
+        buffer = mock.Mock(device=torch.device("cpu"), own=torch.zeros(symmetric_memory.TRIAL_SIZE))
         buffer.total.side_effect = lambda *_, own=buffer.own, error=error: (
             own[-1].add_(error),
             mock.Mock(),
         )[1]
-        assert mapped.sums_are_right(buffer, None) == (error == 0)
+        assert symmetric_memory.sums_are_right(buffer, None) == (error == 0)
