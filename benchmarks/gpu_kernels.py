@@ -624,7 +624,7 @@ def error(case: Case, given: tuple[Any, ...]) -> float:
 
 
 def compiled_over(case: Case, sets: list[tuple[Any, ...]], time_of_one: float) -> float | None:
-    """Return the time that torch.compile's code for the plain reference takes, over the kernel's."""
+    """Return the time of torch.compile's code for the plain reference over the kernel's."""
     if case.plain is None:
         return None
     torch._dynamo.reset()

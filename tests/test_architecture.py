@@ -24,3 +24,13 @@ def test_every_room_has_a_floor_and_a_line() -> None:
         assert shown, f"draw {name}: python docs/architecture.py"
     for path in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", ways):
         assert (architecture.SOURCE / path).exists(), path
+
+
+def test_few_words_are_our_own():
+    """Check that the table has at most 20 words, each one that the code uses."""
+    page = (architecture.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w[\w ]*) \|", page.partition("\n## Words\n")[2], re.M)
+    words = [word for word in rows if word != "word"]
+    code = "".join(path.read_text(encoding="utf-8") for path in architecture.SOURCE.rglob("*.py"))
+    assert 10 < len(words) <= 20
+    assert all(re.search(rf"\b{word}s?\b", code) for word in words)

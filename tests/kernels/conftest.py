@@ -1,4 +1,4 @@
-"""Tests of a Triton kernel are skipped where Triton is not installed; those of its reference run."""
+"""Skip tests of Triton kernels where Triton is not installed; those of references run."""
 
 from collections.abc import Generator
 

@@ -174,7 +174,7 @@ def with_settings(config: T, /, **values: Any) -> T:
 
 
 def baseline_settings(group: Any) -> dict[str, Any]:
-    """Return the settings of a group that a small baseline of a run takes over, as their flags say."""
+    """Return the settings of a group that verify-layout's small baseline shares with the run."""
     shared = [f.name for f in dataclasses.fields(group) if "baseline" in f.metadata["proof"]]
     return {name: getattr(group, name) for name in shared}
 

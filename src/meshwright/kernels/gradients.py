@@ -35,7 +35,7 @@ class MainGrad(Protocol):
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:
-    """Return the parameter's main_grad, but none to the compiler, which adds no gradients itself."""
+    """Return the parameter's main_grad; none to the compiler, which adds no gradients."""
     return None if torch.compiler.is_compiling() else getattr(parameter, "main_grad", None)
 
 

@@ -1,5 +1,4 @@
-"""Triton kernels beside plain references: which of the two runs, and the precision of the
-reference.
+"""Choose between a Triton kernel and its plain reference, and set the reference's precision.
 
 A function in this folder computes with torch alone. `@reference` replaces it, for tensors on a GPU
 that Triton compiles for, by the function of the same task in kernels/triton/, which is imported

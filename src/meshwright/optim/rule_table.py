@@ -1,4 +1,4 @@
-"""The parameter group of each parameter by the update, and the state that its rule keeps. No torch."""
+"""The group that each parameter is updated in, and the state that its rule keeps; no torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ParamGroup(NamedTuple):
 
 
 def param_group_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> ParamGroup:
-    """Return a parameter's parameter group; `m` is None for a custom model.
+    """Return a parameter's group; `m` is None for a custom model.
 
     Weight decay is for matrices and embeddings, not biases and norms. With Muon, only matrices of
     layers follow its rule, the rest AdamW's. A peak rate of its own is a factor of --lr, so that it

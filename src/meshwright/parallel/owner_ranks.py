@@ -9,7 +9,7 @@ costliest parameter goes to the rank with the least to do.
 
     on every rank   momentum of its own part, which stays there: checkpoints know no owners
       all-to-all    the look-ahead of each part goes to its owner, in 16 bits
-    at owner         orthogonalise all matrices of one shape at once
+    at the owner    orthogonalise all matrices of one shape at once
       all-to-all    each rank gets the update of its part, in 16 bits, and subtracts it
 
 For P parameters of matrices, n ranks that share them and p parts, a rank sends
@@ -142,7 +142,7 @@ class OwnerRanks:
         def sends(rank: int, i: int) -> bool:
             return s.sends(self.parameters[i], rank, self.owners[i])
 
-        # Owner: what each rank sends of its own, and what this owner receives of everyone.
+        # To the owner: what each rank sends of its own, and what this owner receives of everyone.
         sent = [(self.owners[i], i, mine[i]) for i in members if sends(s.rank, i)]
         received = [(r, i, size) for r, i, size in at_owner(members) if sends(r, i)]
         # Back: updates go to every rank that has a part, whether it sent one or not.
@@ -155,8 +155,7 @@ class OwnerRanks:
     def collect(
         self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor
     ) -> Stacks:
-        """Bring look-aheads to their owners; return those of this owner's parameters, stacked by
-        form.
+        """Send look-aheads to their owners; return this owner's, stacked by form.
 
         `ahead` yields the look-ahead of this rank's part of each member, `like` has their format
         and the device.

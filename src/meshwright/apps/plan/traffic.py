@@ -144,7 +144,7 @@ def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
 
 
 def owner_bytes(config: TrainConfig) -> float:
-    """Return the bytes that a rank sends for Muon's matrices, to the owner and back: parallel/owner_ranks.py."""
+    """Return the bytes that a rank sends for Muon's matrices (parallel/owner_ranks.py)."""
     if config.optimizer.optimizer != "muon":
         return 0.0
     tp, (data, _) = config.parallel.tensor_model_parallel_size, groups(config)["data"]
