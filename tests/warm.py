@@ -229,7 +229,11 @@ def run_program(argv: list[str]) -> int:
     rest = words if name in SCRIPTS else words[2:] if module else words[1:]
     first = os.getcwd() if module else os.path.dirname(os.path.abspath(words[0]))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    # An environment may borrow the packages of another one, by a .pth file.
+    prefixes = (sys.prefix, sys.base_prefix)
+    installed = [
+        path for path in sys.path if path.startswith(prefixes) or path.endswith("-packages")
+    ]
     sys.path[:] = [first, *filter(None, given), *installed, str(ROOT / "src")]
     sys.argv = [module or words[0], *rest]
     try:
