@@ -250,7 +250,7 @@ def test_values_of_arguments(tmp_path: Path) -> None:
     parsed = flags.parse_settings(TrainConfig, argv, "train")
     ours = {
         name: str(value)
-        for name, value in dumped_arguments(parsed.config, parsed.idle, "nccl").items()
+        for name, value in dumped_arguments(parsed.config, parsed.ignored, "nccl").items()
     }
     theirs = dict(re.findall(r"^  (\w+) \.+ (.*)$", block("megatron-lm/run-and-log"), re.M))
     other = {name for name, value in theirs.items() if ours[name] != value}

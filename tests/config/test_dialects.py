@@ -62,7 +62,7 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
     )
     assert "--zoo-cages is accepted and has no effect: there are none" in parsed.notices
     assert "--animal-food is for animals" in error_of(lambda: parse("--animal-food", "hay"), USAGE)
-    shown = dialects.shown_arguments(config, parsed.idle, "gloo")
+    shown = dialects.shown_arguments(config, parsed.ignored, "gloo")
     assert shown == {"lr": 0.5, "backend": "gloo", "zoo_bf16": True, "zoo_cages": "3"}
 
 

@@ -109,7 +109,7 @@ def decayed_vectors() -> AbstractContextManager[Any]:
     from meshwright.optim import rules
 
     plain = rules.param_group
-    return mock.patch.object(rules, "treatment", lambda *which: plain(*which)._replace(decay=1.0))
+    return mock.patch.object(rules, "param_group", lambda *which: plain(*which)._replace(decay=1.0))
 
 
 def schedule_ahead() -> AbstractContextManager[Any]:

@@ -190,9 +190,11 @@ def test_packed_runs_are_equal_in_all_layouts_and_resumed(crew):
 
 
 def forgets_scale(monkeypatch):
-    plain = gradients.judge
+    plain = gradients.clip_and_check
     monkeypatch.setattr(
-        gradients, "judge", lambda squares, loss, scale, *more: plain(squares, loss, 1.0, *more)
+        gradients,
+        "clip_and_check",
+        lambda squares, loss, scale, *more: plain(squares, loss, 1.0, *more),
     )
 
 

@@ -239,7 +239,7 @@ def test_state_in_fewer_bits(monkeypatch, formats):
 )
 @pytest.mark.parametrize("uses_kernels", [True, False])
 def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch):
-    """The kernel and its reference give the verdict that every other update follows."""
+    """The kernel and its reference make the check that every other update follows."""
     monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
     step, values = torch.zeros((), device=DEVICE), numbers(total, loss, scale=4.0)
     decision = adamw.decide(adamw.make_constants(SETTINGS, 0.1, DEVICE, KINDS), values, step)

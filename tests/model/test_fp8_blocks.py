@@ -77,7 +77,7 @@ def steps(m, is_fused, with_main_grads, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "with_sinks", "options"),
+    ("name", "with_main_grads", "options"),
     [
         *((name, False, Options()) for name in MODELS),
         ("gpt2", True, Options(fp32_residual=True)),

@@ -77,7 +77,7 @@ def test_it_changes_no_step_and_a_swap_no_bit(dtype, offload, monkeypatch):
 
 
 def test_a_tensor_decides_about_an_update():
-    """Nothing is read from the device: the verdict and the number of updates are tensors."""
+    """Nothing is read from the device: the check and the number of updates are tensors."""
     average = MovingAverage(0.5, [torch.ones(3, dtype=torch.float64)])
     average.restart()
     average.masters[0].mul_(3)
