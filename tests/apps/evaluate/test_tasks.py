@@ -314,6 +314,7 @@ def test_limit_is_that_of_passages(evaluate, files):
         ("", "has no example"),
         ('{"story": "a"}', 'it has no "text"'),
         ('{"text": " "}', "its text is empty"),
+        ('{"text": "a \\ud800"}', "surrogates not allowed"),
         ("[", ":1:"),
     ],
 )

@@ -35,7 +35,8 @@ def read_examples(path: str) -> list[str]:
             text = json.loads(line)["text"]
             if not text.split():
                 why = "its text is empty"
-        except ValueError as error:  # it is no JSON
+            text.encode()  # JSON can state half a character, which no tokenizer takes
+        except ValueError as error:  # it is no JSON, or no text
             why = str(error)
         except (TypeError, KeyError, AttributeError):
             why = 'it has no "text"'
