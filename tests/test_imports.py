@@ -164,9 +164,9 @@ def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
     train_bpe(["some words to learn from"], 270, tmp_path)
     flags = (
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
-        "--lr 1 --train-iters 1"
+        "--lr 1 --train-iters 1 --device cpu"
     )
-    flags += f" --mock-data --eval-iters 0 --device cpu --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    flags += f" --mock-data --eval-iters 0 --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
     code = (
         "import sys; from meshwright.__main__ import main; assert main(['train', *sys.argv[1:]]) == 0; "
         "print(set(sys.modules) & "
