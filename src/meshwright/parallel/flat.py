@@ -527,7 +527,7 @@ class FlatStore(Store):
             return PendingSum(self.mapped.scatter(bucket.begin, bucket.size, part), full)
         if not self.keeps_gradients:  # the share holds other micro-batches' sums
             part, bucket.gradients = torch.empty_like(part), None
-            bucket.seen.clear()  # a pipeline may defer several micro-batches' products to the end
+            bucket.seen.clear()  # its memory is gone; the next backward pass fills a new one
             bucket.parts_received.clear()
             self.pending_buckets.append(bucket)
             if len(self.pending_buckets) > 2:
