@@ -181,8 +181,7 @@ def test_a_cautious_decay_spares_what_the_update_turns_away_from_0(monkeypatch, 
 
 @pytest.mark.parametrize("formats", [(torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)])
 def test_state_in_fewer_bits(monkeypatch, formats):
-    """Kernel and reference update from the same codes, whose new ones differ where a rounding
-    decides.
+    """Kernel and reference update from the same codes; new ones differ where a rounding decides.
 
     The masters follow the moments before these are rounded.
     """

@@ -1,5 +1,4 @@
-"""A step's kernels against the plain reference and float64: every norm, activation, width and
-length.
+"""A step's kernels beside the plain reference and float64, for all norms, widths and lengths.
 
 The Triton kernels run on a GPU if there is one, else in Triton's interpreter.
 """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NVIDIA = "cuda"
 _visible: dict[str, str] = {}  # the variables of HIDES as they were at first
 TRY_SECONDS = 60  # in which a device must answer
-_mapped = 0  # bytes, see `count_symmetric_memory`
+_symmetric_bytes = 0  # bytes, see `count_symmetric_memory`
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
 TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"}
 SMI_SECONDS = 20  # until nvidia-smi must have answered; a hung driver never lets it
@@ -552,18 +552,18 @@ def peak_memory(device: torch.device) -> int | None:
     stats = getattr(_module(device), "memory_stats_as_nested_dict", None)
     if stats is None:
         return None
-    return int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped
+    return int(stats(device)["allocated_bytes"]["all"]["peak"]) + _symmetric_bytes
 
 
 def count_symmetric_memory(size: int) -> None:
     """Count bytes that other ranks map, which torch does not allocate as other tensors."""
-    global _mapped
-    _mapped += size
+    global _symmetric_bytes
+    _symmetric_bytes += size
 
 
 def symmetric_memory() -> int:
     """Return the bytes that other ranks map."""
-    return _mapped
+    return _symmetric_bytes
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:

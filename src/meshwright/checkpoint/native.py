@@ -403,7 +403,7 @@ StoredBoxes = Mapping[str, StoredTensor]
 
 @dataclass
 class NativeSource(Source):
-    """A step of ours; on a rank but rank 0, the parts of manifest and index that it needs."""
+    """A step of ours; every rank but 0 has only the parts of manifest and index that it needs."""
 
     manifest: Mapping[str, File | FilePart] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)

@@ -159,13 +159,15 @@ class FlatStore(Store):
 
         # The full buffers, in symmetric memory if copy engines sum and gather them.
         part = self.size // self.shard_count
-        self.mapped = mapper.zeros(self.size, self.full_dtype) if mapper else None  # gradients
+        self.symmetric_gradients = (
+            mapper.zeros(self.size, self.full_dtype) if mapper else None
+        )  # gradients
         self.symmetric_weights = (
             mapper.zeros(self.size, self.dtype) if mapper and self.is_sharded else None
         )
-        if self.mapped:
-            self.mapped.reserve(max(bucket.size for bucket in self.buckets.values()))
-            self.gradients = self.mapped.own
+        if self.symmetric_gradients:
+            self.symmetric_gradients.reserve(max(bucket.size for bucket in self.buckets.values()))
+            self.gradients = self.symmetric_gradients.own
         else:
             kept = self.size if self.keeps_gradients else 0
             self.gradients = zeros(kept, self.full_dtype, self.device)
@@ -515,16 +517,20 @@ class FlatStore(Store):
             comm.total(full, group("tp"))
         if self.is_sharded:
             bucket.sums.append(self._scatter(bucket, full))
-        elif self.mapped:
-            bucket.sums.append(PendingSum(self.mapped.total(bucket.begin, bucket.size), full))
+        elif self.symmetric_gradients:
+            bucket.sums.append(
+                PendingSum(self.symmetric_gradients.total(bucket.begin, bucket.size), full)
+            )
         elif (ranks := group("gradients")) is not None:
             bucket.sums.append(PendingSum(dist.all_reduce(full, group=ranks, async_op=True), full))
 
     def _scatter(self, bucket: Bucket, full: Tensor) -> PendingSum:
         """Start to sum a bucket into the ranks' shares; ZeRO 2 frees it when that has ended."""
         part = self.own_share(bucket)
-        if self.mapped:
-            return PendingSum(self.mapped.scatter(bucket.begin, bucket.size, part), full)
+        if self.symmetric_gradients:
+            return PendingSum(
+                self.symmetric_gradients.scatter(bucket.begin, bucket.size, part), full
+            )
         if not self.keeps_gradients:  # the share holds other micro-batches' sums
             part, bucket.gradients = torch.empty_like(part), None
             bucket.seen.clear()  # its memory is gone; the next backward pass fills a new one

@@ -1,5 +1,4 @@
-"""The reduced-size baseline of a run: the same layout and options in float64, with few small
-layers.
+"""The small baseline of a run: the same layout and options in float64, with few small layers.
 
 Sizes shrink to what the layout can still divide; a run that is small already keeps its own. The
 data are random tokens. What the baseline leaves out is listed, for the certificate.
