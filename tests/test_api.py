@@ -21,6 +21,7 @@ import meshwright
 import meshwright.training.run
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.runtime.ranks.world import World
 from meshwright.training.log.screen import NotebookScreen
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -346,7 +347,9 @@ def test_training_in_a_thread(tmp_path):
         checkpoint = dataclasses.replace(trained.config.checkpoint, run_dir=str(tmp_path / "s"))
         again = dataclasses.replace(trained.config, checkpoint=checkpoint)
         results.append(
-            meshwright.training.run.run(again, meshwright.training.run.Caller(handle_signals=True))
+            meshwright.training.run.run(
+                again, World(), meshwright.training.run.Caller(handle_signals=True)
+            )
         )
 
     thread = threading.Thread(target=work)

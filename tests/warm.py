@@ -12,6 +12,7 @@ memory, limits or orphans: tests of those start the real sys.executable.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import io
 import json
@@ -27,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from multiprocessing import forkserver, process
 from pathlib import Path
@@ -160,7 +160,8 @@ def end_clients(clients: dict[int, socket.socket], selector: selectors.BaseSelec
         client = clients.pop(pid)
         if client.fileno() in selector.get_map():
             selector.unregister(client)
-            client.send(str(os.waitstatus_to_exitcode(status)).encode())
+            with contextlib.suppress(OSError):  # the client was killed
+                client.send(str(os.waitstatus_to_exitcode(status)).encode())
         client.close()
 
 
@@ -186,12 +187,13 @@ def become(request: list[Any], files: list[int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # torch's names the rank
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for file in (sys.stdout, sys.stderr):
-            file.flush()
+            with contextlib.suppress(OSError):  # its reader may be gone
+                file.flush()
         os._exit(status)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.sources import Source
     from meshwright.data.datasets import Datasets
     from meshwright.generation.language_model import LanguageModel
+    from meshwright.runtime.ranks.world import World
     from meshwright.training.micro_step import Loss
     from meshwright.training.network import Model
 
@@ -78,6 +79,7 @@ def train(
     only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
     from meshwright.runtime.launch.launcher import launch_flags_of
+    from meshwright.runtime.ranks.world import find_world
     from meshwright.training.before.resolve import Caller
     from meshwright.training.run import run
 
@@ -93,42 +95,56 @@ def train(
         else [*config]
     )
     with console.quiet(quiet):
-        config, ignored, words, start = _complete(given, settings, has_data=datasets is not None)
-        if launch_flags_of(config.parallel) is not None:
+        local_rank = given.parallel.local_rank if isinstance(given, TrainConfig) else None
+        world = find_world(os.environ, local_rank)
+        config, ignored, words, start = _complete(given, settings, world, datasets is not None)
+        if launch_flags_of(config.parallel, world) is not None:
             raise UserError(
                 "train() runs in this process; start several ranks with `meshwright launch` or torchrun"
             )
         with in_words(words):
             caller = Caller(model, loss, datasets, handle_signals, start)
-            status = run(config, caller, ignored=ignored)
+            status = run(config, world, caller, ignored=ignored)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 
 
 def _complete(
-    config: TrainConfig | list[str], settings: dict[str, Any], has_data: bool
+    config: TrainConfig | list[str], settings: dict[str, Any], world: World, has_data: bool
 ) -> tuple[TrainConfig, Mapping[str, Any], Wording, Source | None]:
-    """Return the settings of a training, the given ones without effect, and words for them.
+    """Return the checked settings of a training, those without effect, and words for them.
 
     The last is another program's checkpoint of --load, which was opened for its settings.
     """
-    from meshwright.training.before.resolve import complete_from_start, note_export
+    from meshwright.training.before.resolve import (
+        check_settings,
+        complete_from_start,
+        note_export,
+    )
 
     if isinstance(config, TrainConfig):
         if settings:
             raise UserError(
                 f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it"
             )
-        return config, {}, KEYWORDS, None
+        with in_words(KEYWORDS):
+            return check_settings(config, world, has_data), {}, KEYWORDS, None
     if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(config):
         raise UserError(
             f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()"
+        )
+    if world.size > 1:  # the batch is divided by it
+        size = {"world_size": world.size}
+        config, settings = (
+            ([f"--world-size={world.size}", *config], settings) if config else ([], size | settings)
         )
     parsed = flags.parse_settings(
         TrainConfig, config, "meshwright.train", values=settings, check=not has_data
     )
     with in_words(parsed.words):
         completed, start = complete_from_start(parsed)
+        if has_data or completed.checkpoint.load:  # not checked as they were parsed
+            completed = check_settings(completed, world, has_data)
     note_export(parsed, completed)
     flags.print_notices(parsed)
     return completed, parsed.ignored, parsed.words, start

@@ -41,6 +41,7 @@ from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.launch import launcher
+from meshwright.runtime.ranks.world import World
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
@@ -518,7 +519,7 @@ def test_the_plan_of_four_nodes(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {name: seen[name] for name in expected} == expected
     parallel = flags.parse_settings(TrainConfig, argv, "").config.parallel
     given = flags.parse_settings(
-        launcher.LaunchConfig, launcher.launch_flags_of(parallel) or [], ""
+        launcher.LaunchConfig, launcher.launch_flags_of(parallel, World()) or [], ""
     ).config
     for number, ip in enumerate(ips):
         monkeypatch.setattr(launcher, "_is_own", lambda address, ip=ip: address == ip)
@@ -534,7 +535,7 @@ def test_the_examples_have_addresses(gpt: Path, monkeypatch: pytest.MonkeyPatch)
         ("bash examples/distribute_pretrain_2n4d.sh", "10.11.0.2,10.11.0.3"),
     ):
         parallel = flags.parse_settings(TrainConfig, flags_of(gpt, script), "").config.parallel
-        given = launcher.launch_flags_of(parallel) or []
+        given = launcher.launch_flags_of(parallel, World()) or []
         assert given[given.index("--node-ips") + 1] == ips
     monkeypatch.setattr(launcher, "_is_own", lambda address: False)
     with pytest.raises(
@@ -555,7 +556,7 @@ ${cmd} --num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size
 def test_addresses_that_one_machine_does_not_need(gpt: Path) -> None:
     argv = flags_of(gpt, PUBLISHED)
     parallel = flags.parse_settings(TrainConfig, argv, "").config.parallel
-    assert launcher.launch_flags_of(parallel) == ["--nproc-per-node", "4", "--nnodes", "1"]
+    assert launcher.launch_flags_of(parallel, World()) == ["--nproc-per-node", "4", "--nnodes", "1"]
 
 
 @pytest.mark.long  # eight ranks, which import torch one by one

@@ -8,12 +8,12 @@ import pytest
 from parsing import refusal as settings_refusal
 
 from documents import CONFIG_003
+from meshwright import train
 from meshwright.__main__ import main
 from meshwright.base.errors import USAGE, UserError
 from meshwright.compat.flags import deepspeed_json
 from meshwright.config import fields, flags
 from meshwright.config.schema import Parallel, TrainConfig
-from meshwright.training.run import run
 
 SMALL = """--num-layers=4 --hidden-size=32 --num-attention-heads=4 --seq-length=16 --lr=1e-2 --train-iters=6
 --mock-data --vocab-size=64""".split()
@@ -292,7 +292,7 @@ def test_every_key_is_of_one_kind_and_every_setting_is_real():
 
 
 def test_from_python_the_file_counts_too(tmp_path, capsys):
-    """run(config) reads it; settings not at their default must agree with it."""
+    """train(config) reads it; settings not at their default must agree with it."""
     (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0.5, "train_batch_size": 4}))
     argv = [
         *SMALL,
@@ -304,7 +304,7 @@ def test_from_python_the_file_counts_too(tmp_path, capsys):
     ]
     config = flags.parse_settings(TrainConfig, argv, "meshwright test").config
     parallel = replace(config.parallel, deepspeed_config=str(tmp_path / "ds.json"))
-    assert run(replace(config, parallel=parallel)) == 0
+    assert train(replace(config, parallel=parallel)).status == 0
     out, err = capsys.readouterr()
     assert (
         "ds.json sets --clip-grad 0.5, --global-batch-size 4" in err
@@ -313,7 +313,7 @@ def test_from_python_the_file_counts_too(tmp_path, capsys):
     clipped = replace(
         config, parallel=parallel, optimizer=replace(config.optimizer, clip_grad=0.25)
     )
-    with pytest.raises(UserError, match="but --clip-grad is 0.25"):
-        run(clipped)
+    with pytest.raises(UserError, match="but clip_grad is 0.25"):
+        train(clipped)
     line = [*argv[:-1], str(tmp_path / "other"), "--deepspeed_config", str(tmp_path / "ds.json")]
     assert main(["train", *line]) == 0 and capsys.readouterr().err.count("ds.json sets") == 1

@@ -576,7 +576,7 @@ def test_python_callers_keep_their_signal_handlers(monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(meshwright.training.loop, "train_step", noting)
-    assert meshwright.training.run.run(parse_settings(TrainConfig, SMALL_FLAGS, "test").config) == 0
+    assert meshwright.train(parse_settings(TrainConfig, SMALL_FLAGS, "test").config).status == 0
     assert seen == [handlers] * 6
 
 
@@ -1150,7 +1150,7 @@ def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):
         TrainConfig, [*SMALL_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train"
     ).config
     with pytest.raises(UserError, match="no such folder"):  # from Python
-        meshwright.training.run.run(config)
+        meshwright.train(config)
     assert train(tmp_path, "--load", f"{tmp_path}/./new", save="new")[0] == 0
 
 

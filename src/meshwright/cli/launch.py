@@ -126,17 +126,15 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     Rank 0 alone prints help, settings and dry runs, and the first rank of each machine the errors
     in the flags, which are the same on all ranks.
     """
-    world = find_world(os.environ, None)
+    world = find_world(os.environ, number_of(argv, "local[-_]rank"))
     if world.rank and (
         help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)
     ):
         return DONE
     try:
         words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
-        if world.size > 1 and (
-            said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))
-        ):
-            require_world_size(world, int(said[1]))  # before the batch size is divided by it
+        if world.size > 1:  # before the batch size is divided by it
+            require_world_size(world, number_of(argv, "world-size"))
         return command_line(words, world)
     except UserError as error:
         if world.local_rank and not error.everywhere:
@@ -144,7 +142,13 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
         raise
 
 
-def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
+def number_of(argv: list[str], flag: str) -> int | None:
+    """Return the number that a flag of launchers has on a command line which is not parsed yet."""
+    said = re.search(rf"--{flag}[= ](\d{{1,9}})( |$)", " ".join(argv))
+    return int(said[1]) if said else None
+
+
+def relaunch(parallel: Parallel, world: World, argv: list[str]) -> int | None:
     """Start `argv` on OneFlow's number of ranks and return the status; None if this is a rank."""
-    words = launch_flags_of(parallel)
+    words = launch_flags_of(parallel, world)
     return None if words is None else main([*words, *argv])

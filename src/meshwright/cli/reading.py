@@ -80,7 +80,7 @@ class ReadingCommand(Generic[C]):
             return DONE
         if (
             not parsed.dry_run
-            and (status := launch.relaunch(c.parallel, [self.name, *argv])) is not None
+            and (status := launch.relaunch(c.parallel, world, [self.name, *argv])) is not None
         ):
             return status
         task = self.prepare(parsed, is_rank_0)
@@ -103,5 +103,5 @@ class ReadingCommand(Generic[C]):
             devices.use_deterministic_algorithms()
         with task.context, command.explain_out_of_memory(task.less):
             return ranks.run_on_ranks(
-                c, given, task.work, copies=self.copies, stops=task.stops, folders=folders
+                c, world, given, task.work, copies=self.copies, stops=task.stops, folders=folders
             )

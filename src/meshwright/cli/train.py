@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshwright.base.errors import DONE, UserError
 from meshwright.cli import launch
-from meshwright.config import flags
-from meshwright.config.problem import SettingsError, in_words
+from meshwright.config import checks, flags
+from meshwright.config.problem import SettingsError, in_words, require
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.world import World
 
@@ -40,12 +40,14 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
+    if config.checkpoint.load and not dry:  # complete only now
+        require(checks.problems(config), parsed.words)
     from meshwright.training import run
     from meshwright.training.before import preflight
     from meshwright.training.before.resolve import Caller, note_export, require_start_folder
 
     require_start_folder(parsed)
-    launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
+    launched = None if dry else launch.relaunch(config.parallel, world, ["train", *argv])
     if launched is not None:
         return launched
     if world.local_rank == 0:
@@ -57,6 +59,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         )
     with in_words(parsed.words):
         if dry:
-            return preflight.dry_run(config, start)
+            return preflight.dry_run(config, world, start)
         command = ["meshwright", "train", *argv]
-        return run.run(config, Caller(handle_signals=True, start=start), command, parsed.ignored)
+        caller = Caller(handle_signals=True, start=start)
+        return run.run(config, world, caller, command, parsed.ignored)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +28,12 @@ from meshwright.runtime.ranks.compare import require_equal
 from meshwright.runtime.ranks.connect import join_ranks, pick_backend
 from meshwright.runtime.ranks.lost import reporting
 from meshwright.runtime.ranks.team import Team
-from meshwright.runtime.ranks.world import find_world
+from meshwright.runtime.ranks.world import World
 
 
 def run_on_ranks(
     c: ReadConfig,
+    world: World,
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
     *,
@@ -49,7 +49,6 @@ def run_on_ranks(
     `folders` are loaded one after the other instead of --load.
     """
     p = c.parallel
-    world = find_world(os.environ, p.local_rank)
     size = world.size if copies else min(world.size, p.model_ranks)
     world = dataclasses.replace(world, size=size, local_size=min(world.local_size, size))
     device = devices.open_device(p.device, world.local_rank)

@@ -27,7 +27,7 @@ from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.lost import reporting
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog, watched
-from meshwright.runtime.ranks.world import ATTEMPT, find_world, require_world_size
+from meshwright.runtime.ranks.world import ATTEMPT, World, require_world_size
 from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Caller, TrainingRun, resolve
 from meshwright.training.log.timers import Startup
@@ -44,16 +44,17 @@ if TYPE_CHECKING:
 
 def run(
     config: TrainConfig,
+    world: World,
     caller: Caller = Caller(),  # noqa: B008
     command: list[str] | None = None,
     ignored: Mapping[str, Any] | None = None,
 ) -> int:
     """Train as configured and return the exit status; under a launcher every rank calls this.
 
-    `ignored` are given flags without effect, which the log shows. Raise UserError for errors that
-    the user can fix.
+    The settings have been checked: by the command line, by `complete_from_start` or by
+    `check_settings`. `ignored` are given flags without effect, which the log shows. Raise UserError
+    for errors that the user can fix.
     """
-    world = find_world(os.environ, config.parallel.local_rank)
     startup = Startup(prints=world.rank == 0 and not console.is_notebook())
     require_world_size(world, config.parallel.world_size)
     with startup.phase("tokenizer", "reading the tokenizer"):

@@ -264,6 +264,7 @@ def open_log(
     ):
         remark(f"WARNING: {long}")
     metrics = Metrics(folder if team.is_rank_0 else None, c, run, timers, team, screen)
+    metrics.is_first_of_machine = resolved.world.local_rank == 0
     # The plan knows our own network alone.
     if forecast is not None and team.is_rank_0 and not on_cpu and state.net.name == GPT_NETWORK:
         metrics.comparison = forecast.compare_steps(c, vocabulary.size, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ from meshwright.config import flags
 from meshwright.config.schema import Parallel
 from meshwright.runtime.launch import agent, launcher
 from meshwright.runtime.launch.launcher import LaunchPlan
+from meshwright.runtime.ranks.world import World, find_world
 
 SCRIPT = str(Path(__file__).parents[1] / "ranks" / "one_rank.py")
 LAUNCH = ["python", "-m", "meshwright", "launch"]
@@ -359,7 +361,8 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Parallel()
 
     def asks(**changes: Any) -> list[str] | None:
-        return launch_command.launch_flags_of(dataclasses.replace(alone, **changes))
+        parallel = dataclasses.replace(alone, **changes)
+        return launch_command.launch_flags_of(parallel, find_world(os.environ))
 
     assert asks() is None and asks(node_ips="") is None and asks(node_ips="10.0.0.1") is None
     assert asks(num_gpus_per_node=4) == "--nproc-per-node 4 --nnodes 1".split()
@@ -378,10 +381,10 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         agent, "launch_ranks", lambda plan, program: started.append((plan, program)) or 7
     )
-    assert launch_command.relaunch(alone, ["train", "--lr=1"]) is None and not started
+    assert launch_command.relaunch(alone, World(), ["train", "--lr=1"]) is None and not started
     assert (
         launch_command.relaunch(
-            dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]
+            dataclasses.replace(alone, num_gpus_per_node=2), World(), ["train", "--lr=1"]
         )
         == 7
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from meshwright.config.fields import with_settings
 from meshwright.config.problem import SettingsError, require
 from meshwright.config.schema import Model, TrainConfig
 from meshwright.runtime.launch.launcher import LaunchPlan, build_program
-from meshwright.runtime.ranks.world import World, find_world
+from meshwright.runtime.ranks.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +47,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if given.print_config:
         print(flags.to_toml(given.config, given.sources))
         return DONE
-    launched = launch.relaunch(given.config.parallel, ["verify-layout", *argv])
+    launched = launch.relaunch(given.config.parallel, world, ["verify-layout", *argv])
     if launched is not None:
         return launched
 
@@ -61,7 +60,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     require(checks.problems(config, needs_data=False), parsed.words)
     if world.launcher == "none" and ranks > 1:
         return start_ranks(config, argv)
-    return compare_on_this_rank(config, ["meshwright", "verify-layout", *argv])
+    return compare_on_this_rank(config, world, ["meshwright", "verify-layout", *argv])
 
 
 def complete_from_checkpoint(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
@@ -131,7 +130,7 @@ def start_ranks(c: TrainConfig, argv: list[str]) -> int:
     return agent.launch_ranks(LaunchPlan(c.world), program)
 
 
-def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
+def compare_on_this_rank(config: TrainConfig, world: World, command: list[str]) -> int:
     """Compare on this rank; rank 0 prints the table."""
     from meshwright.apps.verify.certificate import verify_layout
     from meshwright.base import device as devices
@@ -143,7 +142,6 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
 
     p, steps = config.parallel, config.training.verify_layout or STEPS
     config = with_settings(config, verify_layout=steps)
-    world = find_world(os.environ, p.local_rank)
     device = devices.open_device(p.device, world.local_rank)
     with reporting(world, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, world.rank == 0)

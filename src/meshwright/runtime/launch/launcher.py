@@ -9,7 +9,6 @@ This module reads the flags and imports no torch; `agent` starts and watches the
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from meshwright.config.pages import LAUNCHED
 from meshwright.config.problem import SettingsError, with_value
 from meshwright.config.schema import Parallel
 from meshwright.runtime.launch.elastic import Shape
-from meshwright.runtime.ranks.world import START_SECONDS, find_world
+from meshwright.runtime.ranks.world import START_SECONDS, World
 
 PORT = 29500  # torchrun's default
 
@@ -253,11 +252,10 @@ def _is_own(address: str) -> bool:
     return False
 
 
-def launch_flags_of(parallel: Parallel) -> list[str] | None:
+def launch_flags_of(parallel: Parallel, world: World) -> list[str] | None:
     """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
     per_node = parallel.num_gpus_per_node
     nodes = parallel.num_nodes
-    world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if per_node * nodes not in (1, world.size):
             raise SettingsError(

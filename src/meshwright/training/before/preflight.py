@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from meshwright.base import device as devices
@@ -14,22 +13,22 @@ from meshwright.base.errors import DONE, USAGE, UserError
 from meshwright.checkpoint.sources import Source
 from meshwright.config import checks
 from meshwright.config.data_paths import prefixes
-from meshwright.config.problem import Problem
+from meshwright.config.problem import Problem, require
 from meshwright.config.schema import TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.model import counts
 from meshwright.runtime.ranks.compare import require_equal
 from meshwright.runtime.ranks.team import Team
-from meshwright.runtime.ranks.world import find_world
+from meshwright.runtime.ranks.world import World
 from meshwright.training.before.packages import require_packages
 from meshwright.training.before.resolve import (
     bring_files,
     find_vocabulary,
     loaded_folder,
     padded_for,
+    require_folders,
     require_free_folders,
-    require_settings,
     resolve_length,
     run_folder_of,
 )
@@ -66,7 +65,7 @@ def require_equal_ranks(
     require_equal(team, team.run_on_all(identify))
 
 
-def dry_run(config: TrainConfig, start: Source | None = None) -> int:
+def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> int:
     """Check settings, files and sizes; print what would run, without torch for a CPU.
 
     `start` is another program's checkpoint of --load, which was opened before. Nothing is written,
@@ -74,7 +73,8 @@ def dry_run(config: TrainConfig, start: Source | None = None) -> int:
     the run is for this machine, not for another --world-size, and does not fit its memory.
     """
     set_stream("stdout")
-    require_settings(config, needs_data=False)
+    require(checks.problems(config, needs_data=False))
+    require_folders(config)
     bring_files(config)
     config = resolve_length(config)
     later = checks.problems(config)
@@ -124,7 +124,6 @@ def dry_run(config: TrainConfig, start: Source | None = None) -> int:
     verdict = None if forecast is None else forecast.verdict(config, size)
     if verdict is not None:
         show(verdict[1])
-    world = find_world(os.environ, config.parallel.local_rank)
     ranks_here = world.local_size if world.size > 1 else config.world
     if missing := devices.missing_here(config.parallel.device, ranks_here):
         show(f"this machine cannot run it: {missing}")

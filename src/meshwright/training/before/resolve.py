@@ -23,6 +23,7 @@ from meshwright.base.storage.addresses import shown
 from meshwright.base.version import our_version
 from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
+from meshwright.config.check_steps import batch_problems, schedule_problems
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
 from meshwright.config.problem import (
@@ -208,20 +209,13 @@ def resolve(
     ignored: Mapping[str, Any] | None = None,
     caller: Caller = Caller(),  # noqa: B008
 ) -> TrainingRun:
-    """Decide a run on this rank.
+    """Decide a run on this rank, whose settings have been checked.
 
-    `ignored` are given flags without effect, which the log shows. If the caller has data sets, no
-    flag names any. One process raises what is wrong with its files; of several, all raise it when
-    they have met.
+    `ignored` are given flags without effect, which the log shows. One process raises what is wrong
+    with its files; of several, all raise it when they have met.
     """
-    has_datasets = caller.datasets is not None
     config = with_settings(config, world_size=world.size)
-    if command is None:  # a command line's flags include the file's settings already
-        config = apply_deepspeed_file(config, prints=world.rank == 0)
-    if has_datasets:
-        config = replace(config, data=data_paths.without(config.data))
-        config = with_settings(config, multiple_validation_sets=False, validation_set_names=[])
-    require_settings(config, needs_data=not has_datasets)
+    require_folders(config)
     config, vocabulary, problem = look_at_files(config, world)
     arguments = dialects.shown_arguments(
         config, ignored or {}, config.parallel.distributed_backend or ""
@@ -233,12 +227,26 @@ def resolve(
     )
 
 
+def check_settings(config: TrainConfig, world: World, has_datasets: bool = False) -> TrainConfig:
+    """Check settings of Python, which no command line was read for, and return them in full.
+
+    If the caller has data sets of its own, the settings name none.
+    """
+    config = with_settings(config, world_size=world.size)
+    config = apply_deepspeed_file(config, prints=world.rank == 0)
+    if has_datasets:
+        config = replace(config, data=data_paths.without(config.data))
+        config = with_settings(config, multiple_validation_sets=False, validation_set_names=[])
+    require(checks.problems(config, needs_data=not has_datasets))
+    return config
+
+
 def resolve_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
     """Count the samples of --train-epochs, and check the schedule that they make."""
     if (epochs := config.training.train_epochs) is None:
         return config
     config = count_epochs(config)
-    require_settings(config, needs_data=True)
+    require(batch_problems(config) + schedule_problems(config, has_length=True))
     if prints:
         console.notice(
             f"--train-epochs {epochs:g} of this data: --train-samples {config.training.train_samples}"
@@ -267,9 +275,8 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     )
 
 
-def require_settings(config: TrainConfig, needs_data: bool) -> None:
-    """Require settings that fit each other, and folders."""
-    require(checks.problems(config, needs_data))
+def require_folders(config: TrainConfig) -> None:
+    """Require a format that can be written, and that no file has the name of a folder."""
     c, curves = config.checkpoint, config.logging.tensorboard_dir
     if c.ckpt_format != "native":
         formats.require_written(c.ckpt_format)

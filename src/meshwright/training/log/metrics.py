@@ -27,7 +27,6 @@ from meshwright.base.storage.addresses import shown, shown_in
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.team import Team
-from meshwright.runtime.ranks.world import find_world
 from meshwright.training.forecast import StepComparison
 from meshwright.training.log.lines import (
     FORMS,
@@ -126,6 +125,7 @@ class Metrics:
             maxlen=max(self.g.log_interval, run.steps // 50, 1)
         )
         self.memory_is_printed = self.gpus_are_hidden = False
+        self.is_first_of_machine = True  # the start says so if it is not
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
         # of the plan with the first steps on an accelerator
         self.comparison: StepComparison | None = None
@@ -328,8 +328,7 @@ class Metrics:
 
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
-        is_first = not find_world(os.environ, self.config.parallel.local_rank).local_rank
-        if self.gpus_are_hidden or not is_first:
+        if self.gpus_are_hidden or not self.is_first_of_machine:
             return
         try:
             lines = devices.ask_nvidia_smi(GPU_FIELDS).strip().splitlines()
