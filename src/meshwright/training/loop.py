@@ -63,6 +63,7 @@ class Trainer:
         self.time = timers.time if timers.level else untimed
         self.may_have_to_stop = True  # whether any rank may have a reason to
 
+        # What looks at each step's numbers: the guard reacts to bad ones, the others report.
         logging = self.config.logging
         self.stragglers = None
         if watchdog and logging.log_straggler:
@@ -70,6 +71,8 @@ class Trainer:
         self.replicas = self.make_replicas()
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
+
+        # What is done between steps.
         is_cut_short = functools.partial(stop.cuts_short, state.team)
         self.validation = Validator(state, feed, metrics, is_cut_short)
         self.saving = Saving(state, feed, metrics, self.guard, self.replicas)
@@ -117,6 +120,7 @@ class Trainer:
             return ALL_DONE
         self.begin()
         with contextlib.ExitStack() as block:
+            # What is opened here is closed in the opposite order, however the run ends.
             logging, begun = self.config.logging, self.progress.iteration
             profile = None
             if logging.profile:
@@ -127,12 +131,14 @@ class Trainer:
             block.callback(gc.unfreeze)
             block.callback(self.feed.close)
             block.callback(startup.end_wait)
+            # The first step can take minutes, in which nothing else would be said.
             doing = "taking the first step, for which kernels are loaded or compiled"
             startup.wait(doing, is_over=lambda: self.metrics.iteration > begun)
             try:
                 reason = self.take_steps(profile)
                 self.finish()
-            except BaseException:  # counts more than any error in here
+            except BaseException:
+                # Log the steps under way; this error counts more than any that comes of it.
                 with contextlib.suppress(Exception):
                     self.in_flight.finish_alone()
                 raise
@@ -169,12 +175,14 @@ class Trainer:
 
     def step(self) -> None:
         """Update the weights with the next global batch."""
+        # Data: a thread of the feed has usually read this batch already.
         begun = time.perf_counter()
         heartbeat.enter("data", self.progress.iteration + 1)
         with self.time("batch-generator", 2):
             micro_batches = self.next_batch()
         waited = time.perf_counter() - begun
 
+        # Forward, backward and update, which the host only submits to a GPU.
         heartbeat.enter("forward-backward")
         settings = self.step_settings()
         update = train_step(self.net, micro_batches, settings, self.time)
@@ -183,7 +191,7 @@ class Trainer:
         self.in_flight.add(update, settings, 1e3 * waited)
         self.settle(keep=self.in_flight.ahead)
         step = self.progress.iteration
-        for hook in self.hooks:
+        for hook in self.hooks:  # those that may run beside the device's work
             if not hook.between_steps and hook.due(step):
                 hook.run(step)
 
@@ -204,6 +212,8 @@ class Trainer:
     def settle(self, keep: int = 0) -> None:
         """Wait for the submitted steps but the last `keep`, and react to each."""
         for settled in self.in_flight.settle(keep):
+            # The ranks' votes came with the step's numbers; several ranks look closer only if one
+            # of them has voted.
             self.may_have_to_stop = self.team.size == 1 or settled.votes > 0
             if self.guard.react(settled):
                 self.saving.run(self.progress.iteration)
@@ -217,7 +227,7 @@ class Trainer:
             for hook in self.hooks:
                 if not hook.between_steps or not hook.due(step):
                     continue
-                if not is_paused:
+                if not is_paused:  # the clocks stand still from the first hook on
                     self.finish()
                     if self.stragglers is not None:
                         self.stragglers.pause()
@@ -265,17 +275,20 @@ class Trainer:
         """Return why the run must end before the next step, the same on every rank, or None."""
         iteration, every = self.progress.iteration, self.config.training.exit_interval
         has_stepped = iteration != (self.state.loaded or 0)  # in this attempt
+
+        # A signal, the time limit or a failed save, of any rank.
         reason = None
         if self.may_have_to_stop:
             reason, has_failed = self.stop.agree(self.team, self.saving.has_failed, has_stepped)
             if has_failed:
                 self.saving.wait()  # raises the failure on every rank
             self.may_have_to_stop = self.team.size == 1
-        # a resumed run would end at once
+        # A resumed run would end at once without the condition that it has taken a step.
         if not reason and every and iteration % every == 0 and has_stepped:
             reason = f"--exit-interval {every}"
+
         if reason:
             self.finish()
-        if reason and not self.stop.signal:
+        if reason and not self.stop.signal:  # a signal is reported at the very end
             say(f"exiting program at iteration {iteration}: {reason}")
         return reason

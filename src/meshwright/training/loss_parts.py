@@ -22,25 +22,37 @@ class LossParts:
     def __init__(self, dataset: Dataset, length: int, net: ParallelModel) -> None:
         self.dataset, self.length, self.net = dataset, length, net
         # Data sets of the caller need not tell where a sample comes from.
-        self.sources = dataset.list_sources() if isinstance(dataset, OrderedSamples) else []
+        self.sources = list[str]()
+        if isinstance(dataset, OrderedSamples):
+            self.sources = dataset.list_sources()
         self.numbers = {source: number for number, source in enumerate(self.sources)}
         self.firsts = torch.tensor(first_positions(length), device=net.device)
-        shape = 2, max(len(self.sources), 1), len(self.firsts)  # losses and tokens
+        # Losses and tokens, by data set and range of positions.
+        shape = 2, max(len(self.sources), 1), len(self.firsts)
         self.sums = torch.zeros(shape, dtype=torch.float64, device=net.device)
 
     def add(self, samples: list[int], batch: Batch, losses: Tensor) -> None:
         """Add the losses [B, T] of some samples; a batch has this rank's columns of them."""
-        mask = torch.ones_like(losses) if batch.loss_mask is None else batch.loss_mask
-        values = torch.stack((losses * mask, mask)).double()
+        mask = batch.loss_mask
+        if mask is None:
+            mask = torch.ones_like(losses)
+        values = torch.stack((losses * mask, mask)).double()  # [2, B, T]
+
+        # Which range of positions each column is in, as one of `firsts`.
         positions = batch.position_ids
         if positions is None:
             columns = losses.shape[1]
             first = self.net.layout.at("cp") * columns
             positions = first + torch.arange(columns, device=losses.device)[None]
         ranges = torch.bucketize(positions, self.firsts, right=True) - 1
-        in_range = F.one_hot(ranges, len(self.firsts)).double().expand(len(losses), -1, -1)
+        in_range = F.one_hot(ranges, len(self.firsts)).double()
+        in_range = in_range.expand(len(losses), -1, -1)
+
+        # Which data set each sample is from.
         numbers = torch.tensor([self.number_of(sample) for sample in samples])
-        of_source = F.one_hot(numbers, self.sums.shape[1]).to(losses.device, torch.float64)
+        of_source = F.one_hot(numbers, self.sums.shape[1])
+        of_source = of_source.to(losses.device, torch.float64)
+
         # Products, because sums by index have no fixed order on GPUs. v: losses and tokens,
         # b: samples, t: columns, r: ranges of positions, s: data sets.
         by_sample = torch.einsum("vbt,btr->vbr", values, in_range)

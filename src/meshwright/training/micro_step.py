@@ -98,15 +98,22 @@ def forward_backward(
 ) -> None:
     """Add a micro-batch's gradients to the store's and its share of the loss to the totals."""
     _, _, scale, divisor, vote = scalars.unbind()
+    # The totals begin anew with each step. They keep their memory, which a CUDA graph writes to.
     if position.is_first:
         net.store.clear_gradients()
         totals.zero_()
         totals[VOTES].copy_(vote)
     heartbeat.tick()
+
+    # Forward. The divisor is the number of unmasked tokens of the whole global batch, so that the
+    # gradients of all micro-batches and ranks only have to be added up.
     with timed("forward-compute", 2):
         # A name for the logits would keep this largest tensor of a step through the backward pass.
         sums = sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
         terms = [term / divisor for term in sums]
+
+    # Backward. The store sums over the ranks what the last micro-batch completes, bucket by bucket,
+    # while autograd is still busy with earlier layers.
     net.store.begin_backward(position.is_last)
     with timed("backward-compute", 2):
         loss = functools.reduce(torch.add, terms)
@@ -135,12 +142,18 @@ def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
 
 
 def update_weights(net: Network, scalars: Tensor, totals: Tensor) -> None:
-    """Update the weights; complete the totals. torch's optimizers read the numbers on the host."""
-    lr, weight_decay, scale, *_ = scalars.unbind() if net.store.reads_tensors else scalars.tolist()
-    # All totals but the norm are summed over the ranks, and the norm is put between them again.
-    sums = torch.cat((totals[:GRAD_NORM], totals[VOTES:]))
+    """Update the weights; complete the totals."""
+    # torch's own optimizers read numbers on the host, ours tensors, which a CUDA graph reads anew.
+    reads_tensors = net.store.reads_tensors
+    lr, weight_decay, scale, *_ = scalars.unbind() if reads_tensors else scalars.tolist()
+
+    # Loss, votes and further terms are summed over the ranks together with the squares of the
+    # gradients, in one collective. The norm that comes back is put between them.
+    before, after = totals[:GRAD_NORM], totals[VOTES:]
+    sums = torch.cat((before, after))
     norm = net.store.step(StepScalars(lr, weight_decay, scale), sums)
-    totals.copy_(torch.cat((sums[:GRAD_NORM], norm.double()[None], sums[GRAD_NORM:])))
+    before, after = sums[:GRAD_NORM], sums[GRAD_NORM:]
+    totals.copy_(torch.cat((before, norm.double()[None], after)))
 
 
 def make_loss(
@@ -153,6 +166,7 @@ def make_loss(
     combine = combine_over(layout.group("tp"))
 
     def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        # Each tensor rank has the logits of its own range of ids, and `combine` adds them up.
         if custom is not None:
             return {"loss": custom_losses(custom, vocab, logits, batch)}
         first_id = layout.at("tp") * logits.shape[-1]

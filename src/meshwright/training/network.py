@@ -82,11 +82,14 @@ def build_network(
     """
     config, layout, device, options = spec.config, spec.layout, spec.device, spec.options
     m, p, o = config.model, config.parallel, config.optimizer
+
+    # The groups of ranks, each with its first collective, and what this model cannot have.
     comm.open_all(layout, device, () if o.optimizer == "muon" else ("matrices",))
     require_own_model(spec)
     fp8.require_fp8(config.precision, device)
+
+    # The model, on the meta device: shapes without memory.
     parts, heads, name, execution = build_parts(spec, options)
-    tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
     names = {n: x for part in parts for n, x in part.named_parameters()}
     report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
@@ -94,11 +97,22 @@ def build_network(
         raise SettingsError(f"{{optimizer=muon}} updates {layers}; choose another {{optimizer}}")
     if spec.model:
         require_rated_tables(o, names.keys())
+
+    # The store of its parameters, where memory is allocated: weights, gradients, optimizer state.
     dtype = dtype_of(config.precision)
-    mapping = sums_by_copies(config, layout, device)
-    gpt = m if spec.model is None else None
-    share = p.offloads, layout, p.zero_stage, spec.sequence, tied
-    store_spec = StoreSpec(o, dtype, device, spec.vocab, *share, mapping, gpt)
+    store_spec = StoreSpec(
+        optimizer=o,
+        dtype=dtype,
+        device=device,
+        vocab=spec.vocab,
+        offload=p.offloads,
+        layout=layout,
+        zero=p.zero_stage,
+        sequence_parallel=spec.sequence,
+        tied=layout.pp > 1 and not m.untie_embeddings_and_output_weights,
+        mapper=sums_by_copies(config, layout, device),
+        model=m if spec.model is None else None,
+    )
     is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
     without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
@@ -106,9 +120,11 @@ def build_network(
         devices.reserve_workspaces(device, dtype)
         store = new_store(parts, store_spec, is_sharded)
         store.set_scales(fp8.attach_fp8(parts, config.precision, device))
-    if options.compiled:
+    if options.compiled:  # after fp8 has changed what the layers' products are
         for part in parts:
             pick.compile_blocks(part)
+
+    # The loss, and the graphs that will record a step with it.
     loss, terms = make_loss(spec.vocab, layout, spec.loss, config.training.z_loss_coef)
     graphs = None
     if without is None:
@@ -136,6 +152,7 @@ def build_network(
 
 def open_pipeline(spec: Spec, parts: list[Any]) -> Pipeline:
     p, dtype = spec.config.parallel, dtype_of(spec.config.precision)
+    # Stages exchange what flows between their layers, in the format that it has there.
     sent = torch.float32 if spec.options.fp32_residual and dtype is not torch.float64 else dtype
     hidden = spec.config.model.hidden_size or 0
     pipeline = Pipeline(spec.layout, p.pipeline_schedule, parts, hidden, spec.sequence, sent)
@@ -155,24 +172,27 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
     """Return this rank's parts of the model, its attention heads, its name and how it is run."""
     config, layout, m = spec.config, spec.layout, spec.config.model
     assert config.data.seq_length
+    sizes = spec.vocab, spec.padded, spec.positions
+    # A custom model is taken as it is, on every rank.
+    if spec.model is not None:
+        with torch.device("meta"):
+            custom = spec.model(m, *sizes, options=options)
+        refuse_what_is_not_saved(custom)
+        name = name_of(custom)
+        way = "compiled" if options.compiled else "plain"
+        return [custom], None, name, f"{way} {name}, a custom model"
+
+    # Ours is made of blocks of the class that runs best here, and cut into stages by layers.
     with torch.device("meta"):
-        if spec.model is not None:
-            custom = spec.model(m, spec.vocab, spec.padded, spec.positions, options=options)
-            name = name_of(custom)
-            refuse_what_is_not_saved(custom)
-            return (
-                [custom],
-                None,
-                name,
-                f"{'compiled' if options.compiled else 'plain'} {name}, a custom model",
-            )
         heads = None
         block, execution = pick.pick(m, spec.device, options)
 
         def make() -> GPT:
-            return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
+            return GPT(m, *sizes, block, options)
 
         parts = stages(make, config.stages, layout)
+
+    # Tensor parallelism replaces each layer's tables and matrices by this rank's share.
     by_rows = matmuls_by_rows(spec) if spec.sequence else None
     with torch.device("meta"):
         for part in parts:
@@ -185,6 +205,7 @@ def matmuls_by_rows(spec: Spec) -> overlap.PlainMatmuls:
     """Choose how products and collectives of sequence parallelism are run, and log it."""
     config, layout, group = spec.config, spec.layout, spec.layout.group("tp")
     assert group is not None
+    # Bytes of the rows that a rank holds between its products, which the others copy.
     tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
     room = tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
     unworthy = "compiled layers would be cut at each product" if spec.options.compiled else ""
@@ -206,6 +227,7 @@ def sums_by_copies(
 ) -> symmetric_memory.BufferMapper | None:
     """Choose how data-parallel ranks add up gradients, and log it."""
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
+    # From ZeRO 2 on a rank keeps only its share of the gradients, so there is nothing to fetch.
     if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
             raise SettingsError(
@@ -251,6 +273,7 @@ def require_own_model(spec: Spec) -> None:
         raise SettingsError(
             "{z_loss_coef} is a term of our own loss, and this one is custom; add the term there"
         )
+    # What our own layers implement, and no custom model has.
     settings = {"{fp8_format}": bool(config.precision.fp8_format)}
     settings |= {"{fused_kernels=on}": config.training.fused_kernels == "on"}
     settings |= {f"{{{name}}}": True for name in given_bases(config.model)}

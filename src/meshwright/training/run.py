@@ -66,10 +66,14 @@ def run_resolved(resolved: TrainingRun, startup: Startup) -> int:
     """Import torch, wait for all ranks, and train; return the exit status."""
     world, p = resolved.world, resolved.config.parallel
     minutes = p.distributed_timeout_minutes
+
+    # torch takes seconds to import, so all that could be refused without it has been.
     with startup.phase("torch", "importing torch and opening the device"):
         device = devices.open_device(p.device, world.local_rank)
     if resolved.config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
+
+    # From here on each failure is reported once, by the rank that can say most about it.
     with reporting(world, minutes, commands.out_of_memory):
         backend = pick_backend(p, device, world.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
@@ -109,20 +113,28 @@ def run_on_rank(
         from meshwright.training.log.screen import open_screen
         from meshwright.training.network import Spec
 
+    # Where lines go: rank 0's to standard output, the screen and log.txt, the others' nowhere.
     screen = open_screen(config.logging) if team.is_rank_0 else None
     console.set_stream("stdout" if team.is_rank_0 else None, screen)
     with contextlib.ExitStack() as block:
         if screen is not None:
             block.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             block.callback(screen.close)
+
+        # The ranks have met: they must have the same settings and files. Then groups are made.
         require_equal_ranks(team, resolved.identity, resolved.problem)
         layout = connect(layout_of(config, team.rank), team.timeout)
+
+        # The folders, which from now on belong to this run.
         open_log = block.enter_context(
             logged_to(folder / "log.txt" if folder and team.is_rank_0 else None)
         )
         team.run_on_rank_0(lambda: lock_folders(config, block))
-        if config.training.verify_layout:
+
+        if config.training.verify_layout:  # before the run takes the memory
             find_rehearsal()(resolved, layout, device, team)
+
+        # The parts. The screen's first lines need them, so these lines wait until all are made.
         with console.held_back():
             print_settings(resolved, backend)
             say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
@@ -135,6 +147,8 @@ def run_on_rank(
             block.callback(trainer.close)
             say(startup.line())
         open_log()
+
+        # The steps, and what follows the last one.
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
                 with commands.explain_out_of_memory(smaller_sizes(config)):
@@ -188,13 +202,21 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
 
     heartbeat.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
-    loss = trainer.validation.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
+
+    # Validate before the last save, which may keep this step as the best one.
+    loss = math.nan
+    if reason == ALL_DONE:
+        loss = trainer.validation.validate("valid", is_at_end=True)
     if c.save and trainer.progress.iteration and not config.training.skip_train:
         trainer.saving.run(trainer.progress.iteration)
+
+    # What takes long and changes nothing comes while the save goes on in the background.
     if reason == ALL_DONE:
         trainer.validation.validate("test", is_at_end=True)
         if trainer.score_tasks is not None:
             trainer.score_tasks.finish()
+
+    # The run has not ended well unless its last step is on disk and in object storage.
     trainer.saving.wait()
     trainer.state.saver.require_saved(trainer.progress.iteration)
     trainer.team.run_on_all(lambda: trainer.state.saver.end_upload(at_end=True))
@@ -202,6 +224,8 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
         remark(
             f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved"
         )
+
+    # The export and the mean of several steps are made of checkpoints that are complete.
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
         if c.average_last:
@@ -250,6 +274,8 @@ def print_settings(resolved: TrainingRun, backend: str) -> None:
         f"pipeline-model-parallel size: {pp} "
     )
     say(f"using {dtype_of(config.precision)} for parameters ...")
+
+    # All settings under Megatron's names, then how many samples a step has.
     say_arguments(resolved.arguments | {"distributed_backend": backend})
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
@@ -275,6 +301,8 @@ def print_settings(resolved: TrainingRun, backend: str) -> None:
         say(
             f"setting number of micro-batches to constant {config.micro_batches(config.global_batch)}"
         )
+
+    # The vocabulary and the ranks.
     resolved.vocabulary.print_lines()
     say("> initializing torch distributed ...")
     say(f"> initialized tensor model parallel with size {tp}")

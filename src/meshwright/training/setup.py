@@ -56,15 +56,14 @@ def build_trainer(
     screen: LineScreen | None,
 ) -> Trainer:
     """Make all parts of a run, and print what Megatron's log has about them."""
-    c, g, tokenizer = (
-        resolved.config.checkpoint,
-        resolved.config.logging,
-        resolved.vocabulary.tokenizer,
-    )
+    g, tokenizer = resolved.config.logging, resolved.vocabulary.tokenizer
+
+    # The network with its weights: loaded, or drawn.
     with startup.time("model-and-optimizer-setup"):
         state = build_state(spec, team, startup, resolved.caller.start)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
+    # The data. They come after the weights, because a checkpoint says where to continue in them.
     with (
         startup.time("train/valid/test-data-iterators-setup"),
         startup.phase("data", "opening the data"),
@@ -82,9 +81,10 @@ def build_trainer(
         g, team, "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
     )
 
+    # The log, and what ends the run.
     timers = Timers(int(g.timing_log_level), g.timing_log_option, spec.device, team)
     metrics = open_log(state, resolved, timers, startup, screen)
-    stop = StopConditions(state.config.training, startup.began, c.save)
+    stop = StopConditions(state.config.training, startup.began, state.config.checkpoint.save)
     if watchdog is not None:
         watchdog.record = lambda text: metrics.record_failure(
             state.progress.iteration, UserError(text, HANG)
@@ -145,7 +145,8 @@ def load_or_initialise(state: State, startup: Startup, opened: Source | None) ->
                 state.load(opened)
             startup.print_times(config.logging, state.team, "load-checkpoint")
         if not state.has_loaded:
-            # A custom model's own function may use one generator.
+            # Each rank keeps its part of full tensors that are drawn, so no layout changes a value.
+            # A custom model's own function may use one generator for all of them.
             own = getattr(state.net.parts[0], "initialise", None)
             draw, threads = own or initialise, 1 if own else min(DRAWING_THREADS, host.cores())
             store.initialise(
@@ -166,11 +167,17 @@ def fit_micro_batch(state: State) -> None:
 
 def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | None) -> Feed:
     """Open the data sets that the flags name, unless `datasets` are given."""
-    p, team, is_own = state.progress, state.team, datasets is not None
+    p, team = state.progress, state.team
     document_ends = make_document_ends(state.config.data, tokenizer)
-    at = (p.iteration, p.consumed_train_samples) if state.will_train else None
+    # Rank 0 builds the index of an order that is new, and the others find it in the cache.
     opened = team.run_rank_0_first(lambda: open_files(state)) if datasets is None else datasets
+
+    # They must have what the run will read, from where it continues.
+    at = (p.iteration, p.consumed_train_samples) if state.will_train else None
+    is_own = datasets is not None
     team.run_on_all(lambda: check_datasets(state.config, opened, is_own, at))
+
+    # The order of samples depends on the epochs, which a checkpoint therefore keeps.
     train = opened.get("train")
     state.set_epochs(train.list_epochs() if isinstance(train, OrderedSamples) else [])
     return Feed(opened, loader_spec(state, document_ends))
@@ -239,10 +246,14 @@ def open_log(
     Before this, the run has only written locks, probes and caches.
     """
     c, team, folder, vocabulary = state.recorded, state.team, resolved.folder, resolved.vocabulary
+
+    # The folder. A run that would be refused has left another run's records as they were.
     state.check(vocabulary.tokenizer)
     team.run_on_rank_0(
         lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train)
     )
+
+    # The sizes that the beginning shows and every line of the log is computed from.
     run, device = sizes_of_run(state), devices.device_name(state.net.device)
     # The state that all ranks would save together holds each parameter once.
     own = state.net.store.named_state(False, to_save=True)
@@ -255,6 +266,8 @@ def open_log(
                 Beginning(c, folder, vocabulary, parameters, run, device, loaded, state.best)
             )
         )
+
+    # The plan, where it is installed: a warning on a slow machine, and a comparison on a fast one.
     forecast = find_forecast() if state.will_train else None
     on_cpu = state.net.device.type == "cpu"
     if (
@@ -268,6 +281,8 @@ def open_log(
     # The plan knows our own network alone.
     if forecast is not None and team.is_rank_0 and not on_cpu and state.net.name == GPT_NETWORK:
         metrics.comparison = forecast.compare_steps(c, vocabulary.size, device)
+
+    # The first row of this attempt in metrics.jsonl.
     row = {
         "command": resolved.command,
         "version": our_version(),
@@ -301,10 +316,12 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
         or not path_settings(config.data)
     ):
         return None
-    count = size = 0
-    for source in [
+    # The beginnings of up to eight files of the training set.
+    sources = [
         s for paths in path_sets(config.data) if paths.split == "train" for s in paths.sources
-    ][:8]:
+    ]
+    count = size = 0
+    for source in sources[:8]:
         indexed = Indexed(source.prefix)
         indexed.need([(0, COUNTED_TOKENS)])
         tokens = indexed.tokens[:COUNTED_TOKENS]

@@ -60,8 +60,10 @@ def train_step(
     for part in net.parts:
         if not part.training:
             part.train()
+    # The stream that the parameters were made on, where autograd adds up their gradients.
     with devices.on_stream(net.stream):
         rows, counted = prepare_numbers(net, batches, settings)
+        # Replay the step if one of its shapes has been recorded, else run it piece by piece.
         if net.graphs is not None and net.graphs.replay(net, batches, rows, counted, settings.seed):
             return net.graphs.totals
         numbers, totals = accumulate(net, batches, rows, counted, settings, timed)
@@ -79,15 +81,21 @@ def prepare_numbers(
     The numbers are on the host, from where they can be sent. Both ways of running a step read them
     on the device, because a division by a number of the host rounds differently there.
     """
-    count, unmasked = len(batches) * net.layout.dp, count_unmasked(net, batches)
-    counted = unmasked if s.loss_mean == "global" and isinstance(unmasked, Tensor) else None
+    count = len(batches) * net.layout.dp  # micro-batches of the global batch
+    unmasked = count_unmasked(net, batches)
+    counted = None
+    if s.loss_mean == "global" and isinstance(unmasked, Tensor):
+        counted = unmasked
     rows = []
     for b in batches:
-        divisor = max(b.unmasked, 1) * count if s.loss_mean == "microbatch" else unmasked
+        # The mean over all tokens, or the mean over micro-batches of each one's mean.
+        divisor = unmasked
+        if s.loss_mean == "microbatch":
+            divisor = max(b.unmasked, 1) * count
         # A divisor that is on the device is put in its place there.
         on_host = 1.0 if isinstance(divisor, Tensor) else divisor
         rows.append([s.lr, s.weight_decay, s.scale, on_host, s.wants_stop])
-    pinned = devices.is_accelerator(net.device)
+    pinned = devices.is_accelerator(net.device)  # only pinned memory is copied without a wait
     return torch.tensor(rows, dtype=torch.float64, pin_memory=pinned), counted
 
 
@@ -100,11 +108,13 @@ def accumulate(
     timed: Timed = untimed,
 ) -> tuple[Tensor, Tensor]:
     """Give the store the gradients of all micro-batches; return numbers and totals there."""
+    # Send everything first, so that no micro-batch waits for a copy.
     numbers = devices.send(rows, net.device)
     if counted is not None:
         numbers[:, DIVISOR] = counted
     batches = [b.to(net.device) for b in batches]
     totals = torch.zeros(len(net.update_columns), dtype=torch.float64, device=net.device)
+
     if net.pipeline is not None:
         pipeline_step(net, batches, numbers, totals, settings, timed)
         return numbers, totals
@@ -153,9 +163,10 @@ def pipeline_step(
 def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
     """Return the number of tokens that count in the global batch, over all ranks."""
     own: float = sum(b.unmasked for b in batches)
+    # Without a mask every rank has as many.
     if batches[0].loss_mask is None or net.layout.dp == 1:
         unmasked: float | Tensor = own * net.layout.dp
-    else:  # stays on the device, so that the host does not wait, unless this rank has none
+    else:  # the sum stays on the device, so that the host does not wait, unless this rank has none
         counted = devices.send(torch.tensor(own, dtype=torch.float64), net.device)
         # Each rank of a context group counts all columns of its samples.
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp

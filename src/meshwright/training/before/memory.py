@@ -45,6 +45,7 @@ def require_memory(
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
+    # These two are certain and large; other activations depend on recomputation and kernels.
     state = state_bytes(config, padded, pipeline_rank, device.type)
     logits = logits_bytes(config, padded, pipeline_rank)
     if state + logits > have:
@@ -70,6 +71,7 @@ def fit_micro_batch(
     sizes = [size // config.dp for size in config.batches]
 
     def attempt(size: int) -> None:
+        """Run a forward and a backward pass over random ids, with the masks that the run has."""
         ids = torch.randint(
             vocab[0], (size, length + 1), generator=torch.Generator().manual_seed(0)
         )
@@ -83,6 +85,7 @@ def fit_micro_batch(
             places.int() // 64 if resets_attention else None,
         )
         net.store.begin_backward(False)  # send nothing: another rank may have run out of memory
+        # The loss is not divided: its value is of no interest, and nothing is updated.
         with devices.on_stream(net.stream):
             b = batch.to(net.device)
             terms = sum_terms(net, b, forward_part(net, net.parts[0], b, t.seed))
@@ -98,6 +101,7 @@ def fit_micro_batch(
         if forecast is not None
         else None
     )
+    # Scales of fp8 would learn from random ids; a trial puts them back.
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
         size, message = find_largest(attempt, sizes, net.device, preferred, planned)
@@ -121,14 +125,16 @@ def find_largest(
     common = math.gcd(*batches)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     divisors = sorted({*small, *(common // n for n in small)})
+
+    # On a CPU by the slope between one sample and three, since an attempt must not fail there.
     if device.type == "cpu":
-        each, have = (
-            (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2,
-            devices.free_memory(device),
-        )
+        each = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2
+        have = devices.free_memory(device)
         fitting = [n for n in divisors if n * each <= MEMORY_SHARE * have]
         size = preferred if preferred in fitting else max(fitting, default=1)
         return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
+
+    # On a GPU by attempts: the size before, the planned one, then what the slope promises.
     have = devices.free_memory(device)
     if preferred in divisors and try_size(attempt, preferred, device) is not None:
         return preferred, "as before"
@@ -140,10 +146,10 @@ def find_largest(
     each, rest = (two - one) / 2**30, (2 * one - two) / 2**30
     message = f"one sample takes {each:,.2f} GiB beside {rest:,.2f}, of {have / 2**30:,.1f}"
     for n in reversed(divisors):
-        if (
-            one + (n - 1) * (two - one) <= MEMORY_SHARE * have
-            and try_size(attempt, n, device) is not None
-        ):
+        expected = one + (n - 1) * (two - one)
+        if expected > MEMORY_SHARE * have:
+            continue
+        if try_size(attempt, n, device) is not None:
             return n, message
     return 1, message
 
@@ -157,9 +163,13 @@ def try_planned(
     """Return the largest size that is planned to fit, if it does and no larger one can."""
     most = MEMORY_SHARE * devices.free_memory(device)
     place = bisect.bisect_right(divisors, most, key=planned)
-    if not place or (used := try_size(attempt, divisors[place - 1], device)) is None or used > most:
+    if not place:
         return None
     size, larger = divisors[place - 1], divisors[place : place + 1]
+    used = try_size(attempt, size, device)
+    if used is None or used > most:
+        return None
+    # By as much as the plan was wrong here it will be wrong for the next size.
     fits_more = any(used / planned(size) * planned(n) <= most for n in larger)
     return None if fits_more else size
 
@@ -194,6 +204,7 @@ class Peak(TorchDispatchMode):
         return out
 
     def _note(self, x: Tensor) -> None:
+        # A view has the storage of its base, which is counted until the last of them is freed.
         storage = x.untyped_storage()
         if storage not in self.counted:
             self.counted[storage] = size = storage.nbytes()

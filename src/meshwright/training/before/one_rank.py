@@ -53,7 +53,9 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
         named = net.store.named_state()
     finally:
         dist.destroy_process_group()
-    took = f"{time.perf_counter() - began:.1f} s and {(peak_memory() - before) / 2**20:.0f} MiB of host memory"
+    seconds = time.perf_counter() - began
+    mebibytes = (peak_memory() - before) / 2**20
+    took = f"{seconds:.1f} s and {mebibytes:.0f} MiB of host memory"
     return [
         f"rank {rank} of {world}: {describe_place(layout)}",
         *(f"  group {name}: {describe_ranks(ranks)}" for name, ranks in groups.items()),
@@ -74,6 +76,7 @@ def without_device(config: TrainConfig) -> TrainConfig:
 
 def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[str]:
     """Return a line about the memory of the rank, if there is a plan."""
+    # The plan is an app, which may not be installed.
     forecast = find_forecast()
     if forecast is None:
         return []

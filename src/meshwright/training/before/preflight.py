@@ -73,15 +73,21 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
     the run is for this machine, not for another --world-size, and does not fit its memory.
     """
     set_stream("stdout")
+
+    # Settings: what is wrong ends the dry run, what is missing for a real run is listed at the end.
     require(checks.problems(config, needs_data=False))
     require_folders(config)
     bring_files(config)
     config = resolve_length(config)
     later = checks.problems(config)
+
+    # Folders and packages.
     require_free_folders(config)
     require_packages(config.logging)
     note_kept_model(config.checkpoint)
     note_texts(config.checkpoint)
+
+    # Data and vocabulary. Without a tokenizer the sizes below are those with GPT-2's.
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:
@@ -105,19 +111,23 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
             show(f"tokenizer: {vocabulary.tokenizer.name}, {size:,} ids")
         for indexed in files:
             check_vocabulary(indexed, size)
+
+    # Sizes, and what the run continues from.
     lack = print_sizes(config, size)
-    if files and (tokens := sum(len(indexed.tokens) for indexed in files)) < config.global_batch * (
-        d.seq_length or 0
-    ):
+    tokens = sum(len(indexed.tokens) for indexed in files)
+    if files and tokens < config.global_batch * (d.seq_length or 0):
         show(
             f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text"
         )
-    if lines := check_loading(config, start) if config.checkpoint.load else fresh_schedule(config):
+    lines = check_loading(config, start) if config.checkpoint.load else fresh_schedule(config)
+    if lines:
         show("\n".join(lines))
     if config.parallel.rank is not None:
         from meshwright.training.before.one_rank import describe_rank
 
         show("\n".join(describe_rank(config, size, padded_for(config, size))))
+
+    # What is still missing, and whether it will fit this machine.
     for problem in later:
         show(f"required before the run can start: {problem}")
     forecast = None if lack else find_forecast()
@@ -128,6 +138,8 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
     if missing := devices.missing_here(config.parallel.device, ranks_here):
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
+
+    # The status answers for this machine alone.
     does_fit = not lack and (verdict is None or verdict[0])
     # With --world-size, also of 1, a run is for other machines, unless its ranks were started.
     planned = config.parallel.world_size
@@ -140,9 +152,11 @@ def print_sizes(config: TrainConfig, vocab: int) -> str:
     m, seq, padded = config.model, config.data.seq_length, padded_for(config, vocab)
     assert seq
     n = counts.parameters(m, padded, m.max_position_embeddings or seq)
+    show(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
+
+    # Work
     tokens = config.global_batch * seq
     flops = counts.flops_per_token(m, padded, seq, config.training.recompute_granularity) * tokens
-    show(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
     number = config.micro_batches(config.global_batch)
     micro = f"{number} micro-batch{'es' * (number != 1)}"
     if config.training.micro_batch_size == "auto":
@@ -150,10 +164,14 @@ def print_sizes(config: TrainConfig, vocab: int) -> str:
     show(f"one step: {tokens:,} tokens, {_large(flops)}, {micro}")
     total = (config.samples or config.steps * config.global_batch) * seq
     show(f"the run: {config.steps:,} steps, {total:,} tokens")
+
+    # Layout and memory
     if config.world > 1:
         each = parameters_of_ranks(config, padded)
-        layers, largest = " ".join(map(str, config.stages)), ", the largest" * (len(each) > 1)
-        place = f"{max(each):,} parameters{describe_place(each)}{largest}"
+        layers = " ".join(map(str, config.stages))
+        place = f"{max(each):,} parameters{describe_place(each)}"
+        if len(each) > 1:
+            place += ", the largest"
         show(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
     show(
         f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart"

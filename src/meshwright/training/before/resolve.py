@@ -82,10 +82,12 @@ class Vocabulary:
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, whose files may differ between machines."""
-        files = tokenizers.file_hashes(self.tokenizer) if self.tokenizer else {}
-        named = {f"SHA-256 of the tokenizer's {name}": sha256 for name, sha256 in files.items()}
+        name, files = None, dict[str, str]()
+        if self.tokenizer is not None:
+            name, files = self.tokenizer.name, tokenizers.file_hashes(self.tokenizer)
         sizes = {"vocabulary size": self.size, "padded vocabulary size": self.padded}
-        return {"tokenizer": self.tokenizer.name if self.tokenizer else None, **sizes, **named}
+        hashes = {f"SHA-256 of the tokenizer's {file}": sha256 for file, sha256 in files.items()}
+        return {"tokenizer": name, **sizes, **hashes}
 
 
 NO_VOCABULARY = Vocabulary(None, 0, 0)
@@ -143,11 +145,15 @@ def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig,
     if source is None:
         return parsed.config, None
     config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)), source)
+
+    # What the checkpoint has changed is named as its own in errors and in --print-config.
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
     require_fit(config, inherited)
     parsed.notices.extend(notices.without_effect(config))
+
+    # Opening another program's files may take long, as its pickles are read in a child process.
     is_reusable = source.kind != steps.NATIVE and config.checkpoint.weights == "plain"
     return config, source if is_reusable else None
 
@@ -167,6 +173,7 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
     c = parsed.config
     run = Path(c.checkpoint.run_dir or c.checkpoint.save or "")
     for name in ("data_path", "train_data_path"):
+        # Only a run's own config.toml has paths that count from somewhere else.
         source, prefixes = parsed.sources[name], list[str]()
         folder = Path(source).resolve().parent
         with suppress(ValueError):  # not a blend, which is reported as such
@@ -174,6 +181,7 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
         for prefix in prefixes:
             if Path(prefix).is_absolute() or Path(f"{prefix}.idx").exists():
                 continue
+            # The folder of the start is where both the data and the run's folder are found.
             starts = (
                 f for f in folder.parents if Path(f, f"{prefix}.idx").exists() and f / run == folder
             )
@@ -256,12 +264,14 @@ def resolve_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
 
 def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return what must be equal on all ranks: settings, files, and versions but torch's."""
-    own: dict[str, Any] = json.loads(
-        shown(json.dumps(saved_settings(config)))
-    )  # local copies may be in other folders elsewhere
-    # rank 0 alone writes there
+    # As texts, in which local copies of objects have their addresses: the folders may differ.
+    own: dict[str, Any] = json.loads(shown(json.dumps(saved_settings(config))))
+
+    # What may differ: the rank itself, folders of its machine, and those where rank 0 alone writes.
     del own["rank"], own["local_rank"], own["local_dir"], own["run_dir"]
     del own["deepspeed_config"]  # its values are among the settings
+
+    # What must not: the bytes of the data, each pair under its own name.
     for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
         hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)
         own |= {f"--data-path {shown(str(prefix))} (its {what})": value for prefix, value in hashes}
@@ -277,10 +287,15 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def require_folders(config: TrainConfig) -> None:
     """Require a format that can be written, and that no file has the name of a folder."""
-    c, curves = config.checkpoint, config.logging.tensorboard_dir
+    c = config.checkpoint
     if c.ckpt_format != "native":
         formats.require_written(c.ckpt_format)
-    for name, root in (("run_dir", c.run_dir), ("save", c.save), ("tensorboard_dir", curves)):
+    folders = {
+        "run_dir": c.run_dir,
+        "save": c.save,
+        "tensorboard_dir": config.logging.tensorboard_dir,
+    }
+    for name, root in folders.items():
         if root and Path(root).exists() and not Path(root).is_dir():
             raise SettingsError(f"{with_value(name, root)} is a file, not a folder")
 

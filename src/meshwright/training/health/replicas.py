@@ -55,6 +55,8 @@ def copies_in(store: Store) -> list[Copies]:
     """Return what this layout holds more than once: the same kinds on every rank."""
     layout = store.layout
     named = store.weights_by_name()
+
+    # Ranks that differ only in their data, under any store.
     of_replicas = layout.members(*store.sharding.replicated)
     weights = Copies("weights", of_replicas, named)
     kinds = [weights]
@@ -63,11 +65,15 @@ def copies_in(store: Store) -> list[Copies]:
         weights.groups = layout.members("replicas", "shard", "cp")
         weights.flat = store.weights
         if store.master is not store.weights and not store.offload:
+            # Masters are cut by ZeRO, and the replicas of a shard hold the same ones.
             parts = {}
             for name in named:
                 begin, low, high = store.local_range(name)
-                parts[name] = store.master[begin : begin + high - low]
+                end = begin + high - low
+                parts[name] = store.master[begin:end]
             kinds.append(Copies("master weights", of_replicas, parts, store.master))
+
+    # What tensor ranks hold uncut, such as norms.
     uncut = {name: x for name, x in named.items() if not store.sharding.is_sharded(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
     if store.sharding.tied:  # the first and the last stage have the token table
@@ -102,9 +108,14 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         factors = multipliers(WIDTH, bits.device)
         rest = len(bits) % WIDTH
         even = len(bits) - rest
-        for block in torch.split(bits[:even].view(-1, WIDTH), ROWS):
-            sums.append((block * factors).sum(1).to(device))
-        sums.append((bits[even:] * factors[:rest]).sum()[None].to(device))
+        # Whole rows, a block of them at a time.
+        rows_of_words = bits[:even].view(-1, WIDTH)
+        for block in torch.split(rows_of_words, ROWS):
+            of_rows = (block * factors).sum(1)
+            sums.append(of_rows.to(device))
+        # What is left over.
+        of_rest = (bits[even:] * factors[:rest]).sum()
+        sums.append(of_rest[None].to(device))
     # The rows have factors too, so that two rows that are exchanged are found.
     rows = torch.cat(sums)
     return (rows * multipliers(len(rows), device)).sum()

@@ -94,15 +94,24 @@ class SampleWriter:
         """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
         net, at = self.net, self.net.layout.at
 
-        # The batches: texts of one width, in micro-batches of the training's size.
-        longest = max(map(len, texts))
-        width = self.length if self.is_fixed else min(-(-longest // PADDING) * PADDING, self.length)
-        padded = texts + [texts[-1]] * (-len(texts) % self.rows)
+        # Texts of one width. A network that runs one shape alone takes the full length.
+        width = self.length
+        if not self.is_fixed:
+            longest = max(map(len, texts))
+            rounded_up = -(-longest // PADDING) * PADDING
+            width = min(rounded_up, self.length)
+        # Micro-batches have the training's size, so the last text may stand there several times.
+        missing = -len(texts) % self.rows
+        padded = texts + [texts[-1]] * missing
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in padded])
-        ends = torch.tensor([len(text) - 1 for text in padded]).split(self.rows)  # type: ignore[no-untyped-call]
+        last = torch.tensor([len(text) - 1 for text in padded])
+        ends = last.split(self.rows)  # type: ignore[no-untyped-call]
+
+        # This rank's columns of them.
         columns = width // net.layout.cp
         first = at("cp") * columns
-        mine = tokens[:, first : first + columns].contiguous().split(self.rows)  # type: ignore[no-untyped-call]
+        own = tokens[:, first : first + columns].contiguous()
+        mine = own.split(self.rows)  # type: ignore[no-untyped-call]
         batches = [Batch(t, t, torch.arange(self.rows)) for t in mine]
 
         def take_ends(logits: Tensor, i: int) -> Tensor:
@@ -110,8 +119,10 @@ class SampleWriter:
             end = ends[i].to(logits.device) - first
             is_inside = (end >= 0) & (end < columns)
             rows = torch.arange(len(end), device=logits.device)
-            chosen = logits[rows, end.where(is_inside, 0)]
-            return upcast(chosen).masked_fill(~is_inside[:, None], 0)
+            column = end.where(is_inside, 0)
+            chosen = upcast(logits[rows, column])
+            is_outside = ~is_inside[:, None]
+            return chosen.masked_fill(is_outside, 0)
 
         parts = net.infer(batches, take_ends)
         if net.layout.world == 1:

@@ -80,6 +80,7 @@ class Interval:
     def in_megatrons_form(self) -> str:
         numbers = self.steps[-1] | {"lr": self.lr, "loss": scientific(self.loss)}
         columns = [c for c in STEP_COLUMNS if c.line and c.name in numbers]
+        of_columns = [column.line.format(numbers[column.name]) for column in columns]
         ms = self.seconds / len(self.steps) * 1e3
         nan = sum(not math.isfinite(step["loss"]) for step in self.steps)
         # Scripts find the parts by words and order; what Megatron lacks comes at the end.
@@ -87,7 +88,7 @@ class Interval:
             f" iteration {self.iteration:8d}/{self.run.steps:8d}",
             f"consumed samples: {self.consumed:12d}",
             f"elapsed time per iteration (ms): {ms:.1f}",
-            *(column.line.format(numbers[column.name]) for column in columns),
+            *of_columns,
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {nan:3d}",
             f"samples per second: {self.samples_per_second:.3f}",
@@ -98,7 +99,8 @@ class Interval:
             parts.append(f"MFU: {100 * self.mfu:.1f}% of {self.run.peak / 1e12:.0f} TFLOP/s")
         if self.memory:
             parts.append(f"memory (GiB): {self.memory / 2**30:.2f}")
-        parts.append(f"ETA: {datetime.timedelta(seconds=round(self.seconds_left))}")
+        left = datetime.timedelta(seconds=round(self.seconds_left))
+        parts.append(f"ETA: {left}")
         return " | ".join(parts) + " |"
 
     def in_libais_form(self) -> str:

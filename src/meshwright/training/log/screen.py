@@ -171,16 +171,23 @@ class LineScreen:
         has_z_loss = self.run is not None and bool(self.run.config.training.z_loss_coef)
         shown = {"MFU": has_mfu, "z loss": has_z_loss}
         # By rank: the step comes first, and the last ones are left out first.
-        chosen = sorted((c for c in COLUMNS if shown.get(c.title, True)), key=lambda c: c.rank)
+        chosen = [c for c in COLUMNS if shown.get(c.title, True)]
+        chosen.sort(key=lambda c: c.rank)
+        # The numbers of a long run need a wider column.
         if self.run is not None:
             step_width = len(f"{self.run.sizes.steps:,}") + 1
             if step_width > COLUMNS[0].width:
                 chosen[0] = ScreenColumn("step", step_width, COLUMNS[0].text, 0)
-        while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:
+        room = self.width - len(INDENT)
+        while len(chosen) > 1 and sum(c.width for c in chosen) > room:
             chosen.pop()
+
+        # In the order of the table.
         names = [c.title for c in COLUMNS]
-        self.columns = tuple(sorted(chosen, key=lambda c: names.index(c.title)))
-        return Text(INDENT + "".join(c.title.rjust(c.width) for c in self.columns), "dim")
+        chosen.sort(key=lambda c: names.index(c.title))
+        self.columns = tuple(chosen)
+        titles = [c.title.rjust(c.width) for c in self.columns]
+        return Text(INDENT + "".join(titles), "dim")
 
     def step(self, x: Interval) -> str:
         from rich.text import Text
@@ -207,6 +214,8 @@ class LineScreen:
 
         earlier = list(self.checks.setdefault(check.title, []))
         self.checks[check.title].append(check)
+
+        # Whether it is the best so far.
         losses = [x.loss for x in earlier if not math.isnan(x.loss)]
         is_test = check.name == "test"
         # The best of the attempts before is that of the only, or of all validation sets.

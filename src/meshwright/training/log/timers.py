@@ -134,6 +134,7 @@ def print_times(option: str, team: Team, times: dict[str, float]) -> None:
     for name in times:
         # Ranks of other pipeline stages may be without a phase.
         ms = [times_of_rank.get(name, 0.0) for times_of_rank in everyone]
+        dots = "." * (47 - len(name))
         if option == "minmax":
             value = f": ({min(ms):.2f}, {max(ms):.2f})"
         elif option == "max":
@@ -141,4 +142,4 @@ def print_times(option: str, team: Team, times: dict[str, float]) -> None:
         else:
             ranks = [f"\n     rank {rank:2d}: {of_rank:.2f}" for rank, of_rank in enumerate(ms)]
             value = f":{''.join(ranks)}"
-        say(f"    {name} {'.' * (47 - len(name))}{value}", is_figure=True)
+        say(f"    {name} {dots}{value}", is_figure=True)

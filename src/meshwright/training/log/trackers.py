@@ -265,8 +265,9 @@ def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     out = {}
     for tag, (key, flag) in TAGS.items():
         is_wanted = flag is None or getattr(logging, flag)
-        if is_wanted and key not in meaningless and row.get(key) is not None:
-            out[tag] = float(row[key])
+        value = row.get(key)
+        if is_wanted and key not in meaningless and value is not None:
+            out[tag] = float(value)
     if logging.log_timers_to_tensorboard:  # in seconds, as in Megatron
         times = {"iteration": row.get("ms"), **(row.get("timers") or {})}
         out |= {f"{name}-time": ms / 1e3 for name, ms in times.items() if ms is not None}

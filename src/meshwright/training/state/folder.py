@@ -45,6 +45,8 @@ def prepare(
     A finished run keeps those that it has: nothing is trained with the new ones.
     """
     c = config.checkpoint
+
+    # Move aside what an earlier run has left, if it is to be replaced.
     if c.save_overwrite and not config.training.skip_train:
         # --save and --run-dir may be one folder under two names.
         roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
@@ -56,9 +58,12 @@ def prepare(
                 remark(f"moved the earlier run to {move_aside(root, others)}")
     if c.save:  # a killed run with --ckpt-format torch leaves it
         shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
-    is_new = folder is not None and not (folder / "config.toml").exists()
+
     # An evaluation does not change how the run continues.
-    if folder is not None and not config.training.skip_train and (will_train or is_new):
+    if folder is None or config.training.skip_train:
+        return
+    is_new = not (folder / "config.toml").exists()
+    if will_train or is_new:
         keep_settings(folder, config, tokenizer)
 
 

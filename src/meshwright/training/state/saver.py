@@ -210,9 +210,10 @@ class Saver:
                 folder = steps.step_folder(parts, step)
                 publish.wait_until_visible(folder, team)
                 source = native.open_native(folder, step)
-                tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
-                files = list(write(source, tp, pp, padded, True).items())
-                files_of_rank.update([files[at("tp") * pp + at("pp")]])
+                tp, pp = self.layout.tp, self.layout.pp
+                files = list(write(source, tp, pp, state["padded_vocab_size"], True).items())
+                number = at("tp") * pp + at("pp")  # in Megatron's order of ranks
+                files_of_rank.update([files[number]])
                 return sum(file.size for file in source.manifest.values())
 
             size = team.run_on_all(lay_out)
