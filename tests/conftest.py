@@ -29,7 +29,6 @@ import selection  # noqa: E402
 from faults import summary  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
 from meshwright.base import console, device  # noqa: E402
-from meshwright.config import fields  # noqa: E402
 
 os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
 
@@ -130,7 +129,7 @@ def tiny_flags() -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the tables that tests made, and the flags that are still refused with "not yet"."""
+    """Show the tables that tests made, and the faults that they injected."""
     for report in terminalreporter.getreports("passed"):
         for name, text in report.user_properties if report.when == "call" else ():
             if name == "table":
@@ -144,12 +143,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for line in summary.lines(of_tests):
         terminalreporter.write_line(line)
-    later: dict[int, set[str]] = {}
-    for configuration in fields.every_config():
-        for _, f, _ in fields.config_fields(configuration).values():
-            if fields.is_not_yet(f):
-                later.setdefault(f.metadata["step"], set()).add(fields.spelling(f.name))
-    for step, names in sorted(later.items()):
-        terminalreporter.write_line(
-            f"not yet, step {step}: {len(names)} flags: {' '.join(sorted(names))}"
-        )

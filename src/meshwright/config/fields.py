@@ -21,8 +21,7 @@ T = TypeVar("T")
 class FlagSpec(TypedDict, total=False):
     """What is known of a flag beside its default, its help and its other spellings."""
 
-    only: tuple[Any, ...] | None  # values that work before release `step`
-    step: int  # release in which the other values are planned
+    only: tuple[Any, ...] | None  # values that work so far
     bound: Literal[">0", ">=0", "[0,1)", "[0,1]"] | None  # range of a number
     needs: str | tuple[str, ...]  # keys of `notices.CONDITIONS`, without which it has no effect
     # a word without a flag; "rest": all that follow; in flat classes
@@ -67,7 +66,7 @@ class TextForm:
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 # Facets that neither a flag nor its group states.
 DEFAULTS: dict[str, Any] = dict.fromkeys(FlagSpec.__annotations__)
-DEFAULTS |= {"needs": (), "step": 0, "proof": "baseline fuzz"}
+DEFAULTS |= {"needs": (), "proof": "baseline fuzz"}
 DEFAULTS |= {"absent": MISSING, "only_trains": False, "resume": "note"}
 DEFAULTS |= {"word": "", "docs": "", "outcome": "", "read": ""}
 
@@ -197,8 +196,8 @@ def default_of(f: dataclasses.Field[Any]) -> Any:
 
 
 def is_not_yet(f: dataclasses.Field[Any]) -> bool:
-    """Return whether only its default works before the release in which it is planned."""
-    return bool(f.metadata["only"] == (default_of(f),) and f.metadata["step"] > 0)
+    """Return whether no value of the flag works yet."""
+    return bool(f.metadata["only"] == (None,))
 
 
 def not_yet(f: dataclasses.Field[Any], kind: Any) -> str:

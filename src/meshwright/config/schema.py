@@ -297,9 +297,7 @@ class Model:
         resume="tune",
         absent=0.0,
     )
-    num_experts: int | None = flag(
-        None, "number of experts per layer", only=(None,), step=9, resume="note"
-    )
+    num_experts: int | None = flag(None, "number of experts per layer", only=(None,), resume="note")
 
     def __post_init__(self) -> None:
         read_forms(self)
