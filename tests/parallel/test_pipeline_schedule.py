@@ -231,9 +231,15 @@ def test_same_order_as_torchs_1f1b_and_gpipe(pp):
 
 
 @pytest.mark.parametrize("removed", ["zero-bubble", "zbv"])
-def test_removed_schedules_are_read_from_saved_settings_alone(removed):
+def test_removed_schedules_are_read_from_saved_settings_alone(removed, tmp_path):
     assert flags.from_saved(TrainConfig, {"pipeline_schedule": removed}, "x") == {
         "pipeline_schedule": "1f1b"
     }
     with pytest.raises(UserError, match=f"'{removed}' is none of 1f1b, gpipe; it was removed"):
         flags.parse_settings(TrainConfig, ["--pipeline-schedule", removed], "train")
+    (tmp_path / "config.toml").write_text(f'pipeline_schedule = "{removed}"\n')
+    parsed = flags.parse_settings(
+        TrainConfig, ["--config", str(tmp_path / "config.toml")], "train", check=False
+    )
+    assert parsed.config.parallel.pipeline_schedule == "1f1b"
+    assert any(f"pipeline_schedule {removed} in" in notice for notice in parsed.notices)

@@ -752,6 +752,13 @@ class LayerReader:
 
     def _of_file(self, settings: dict[Any, Any], path: Path) -> dict[str, Any]:
         values = self._without_others(self._flat(settings))
+        # A run's own config.toml, of an earlier release, continues it.
+        for name, value in values.items():
+            if isinstance(value, str) and (name, value) in REMOVED_VALUES:
+                values[name] = same = REMOVED_VALUES[name, value]
+                self.notices.append(
+                    f"{name} {value} in {path} was removed; {same}, which computes the same but for rounding, is used"
+                )
         return self.convert_all(values, lambda key: GivenAs(key, " = ", f" in {path}"))
 
     def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:

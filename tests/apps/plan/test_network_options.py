@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from network_values import VALUES
 from test_estimate import config_of, error
+
+from network_values import VALUES
 
 OWN_SIZES = {"layers", "heads", "ffn", "sequence"}  # of this test's model
 # ALiBi's reference attention has temporaries that the closed form leaves out.
