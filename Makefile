@@ -36,7 +36,7 @@ FAULTS = $(TESTS) -n 2 -q tests/faults/test_summary.py $(shell grep -rl --includ
 
 $(VENV)/base: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), which takes one to three minutes, more where torch is downloaded slowly ..."
-	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else 'Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d; try make PYTHON=python3.12' % v)"
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else 'Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d; try make PYTHON=python3.12' % v)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@$(if $(TORCH)$(TORCH_INDEX),,$(PIP) --no-index --no-deps '$(TORCH_RANGE)' 2> /dev/null ||) \

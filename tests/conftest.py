@@ -19,6 +19,26 @@ for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+if sys.version_info < (3, 11):  # tests use what Python 3.11 has brought under its name there
+    import contextlib
+
+    from meshwright.base import python310
+
+    sys.modules["tomllib"] = python310.tomllib
+
+    class chdir(contextlib.AbstractContextManager[None]):  # noqa: N801
+        def __init__(self, folder: str | Path) -> None:
+            self.folder, self.before = folder, list[str]()
+
+        def __enter__(self) -> None:
+            self.before.append(os.getcwd())
+            os.chdir(self.folder)
+
+        def __exit__(self, *error: object) -> None:
+            os.chdir(self.before.pop())
+
+    contextlib.chdir = chdir  # type: ignore[misc, assignment]
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 

@@ -12,6 +12,7 @@ import datetime
 import functools
 import itertools
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,13 +91,19 @@ def _train_all(
         try:
             results.append(team.gather(read(trained(config, steps, around, name, connected))))
         except Exception as error:
-            error.add_note(f"with {name}")
+            note(error, f"with {name}")
             raise
     if team.is_rank_0:
         Path(folder, "results").write_text(json.dumps(results))
 
 
 Rows = list[list[float]]
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a line to an error, where Python can."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
 
 
 def run_all(
@@ -113,8 +120,8 @@ def run_all(
             run_ranks(_train_all, world, folder, jobs, steps, around, read)
         except BaseException as error:
             now = Path(folder, "now")
-            error.add_note(
-                f"{world} ranks were at: {now.read_text() if now.exists() else 'the start'}"
+            note(
+                error, f"{world} ranks were at: {now.read_text() if now.exists() else 'the start'}"
             )
             raise
         results = json.loads(Path(folder, "results").read_text())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tomllib
 
 import pytest
+import tomllib
 import torch
 
 from documents import ROOT

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parents[1]
 CLONE = SOURCE.parents[1]
 ENGINES = ("docker", "podman", "apptainer")
 # the oldest version for Meshwright, and that of the image without --py
-OLDEST, PYTHON = "3.11", "3.12"
+OLDEST, PYTHON = "3.10", "3.12"
 
 SCRIPT = f"""set -e
 export PIP_CACHE_DIR=/var/cache/pip PYTHONUSERBASE=/var/cache/python PIP_ROOT_USER_ACTION=ignore

@@ -21,7 +21,6 @@ import socket
 import stat
 import tempfile
 import time
-import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
+from meshwright.base.python310 import file_digest, tomllib
 
 RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
 # Of a file of settings.
@@ -342,7 +342,7 @@ def read_table(name: str) -> dict[str, Any]:
 def sha256(path: str | Path, folder: Path | None = None) -> str:
     """Return the SHA-256 of a regular file; see open_plain."""
     with open_plain(path, folder) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(file, "sha256").hexdigest()
 
 
 def sample(path: str | Path, size: int, count: int, prefix: bytes = b"") -> str:

@@ -17,12 +17,12 @@ import functools
 import importlib.util
 import pkgutil
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.python310 import tomllib
 from meshwright.base.version import project_text
 
 PREFIX = "meshwright."

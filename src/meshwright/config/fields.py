@@ -10,8 +10,9 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING as MISSING
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar
 
+from meshwright.base.python310 import Self, Unpack
 from meshwright.config.pages import PAGES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -11,9 +11,10 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from meshwright.base import registry
+from meshwright.base.python310 import Self
 from meshwright.config.expressions import read_expression
 from meshwright.config.fields import TextForm
 

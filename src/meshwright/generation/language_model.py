@@ -8,13 +8,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from meshwright.base.errors import BAD_DATA, UserError, bad_data, not_a_run
 from meshwright.base.hints import did_you_mean, our_word
+from meshwright.base.python310 import Unpack
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.saved_model import SavedModel, describe_model

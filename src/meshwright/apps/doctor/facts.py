@@ -152,8 +152,8 @@ def _program() -> Iterator[Fact]:
     text = f"{version}, {'a clone' if is_clone else 'installed'} in {folder}"
     yield Fact("Program", "meshwright", text, values={"version": version})
     python = platform.python_version()
-    old = sys.version_info < (3, 11)
-    text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
+    old = sys.version_info < (3, 10)
+    text = f"{python}, {sys.executable}" + ("; 3.10 or later is needed" if old else "")
     yield Fact("Program", "Python", text, "fatal" if old else "ok", {"version": python})
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Fact("Program", "platform", text)

@@ -26,6 +26,7 @@ import orjson
 from meshwright.apps.pages.protocol import LARGEST_HEADER, error_object
 from meshwright.base.errors import UserError
 from meshwright.base.fields import Refusal
+from meshwright.base.python310 import timeout
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -226,7 +227,7 @@ async def read_leftover(receive: Receive) -> None:
     """Read a body and forget it, up to a size, and while it comes; the protocol bounds the time."""
     left, seconds = LEFTOVER
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds) as waiting:
+        async with timeout(seconds) as waiting:
             while left > 0:
                 message = await receive()
                 if message["type"] != "http.request":

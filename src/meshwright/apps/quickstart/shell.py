@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshwright.base.errors import DONE, SIGTERM, UNEXPECTED, UserError
 from meshwright.base.files import own_file
+from meshwright.base.python310 import NEW_GROUP
 
 SHOWN_LINES = 20  # of a training's log; all of them say how fast it is
 
@@ -79,7 +80,7 @@ def call(
             encoding="utf-8",
             errors="replace",
             env=environment(),
-            process_group=0,
+            **NEW_GROUP,
         ) as child,
     ):
         assert child.stdout

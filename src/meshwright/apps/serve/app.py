@@ -33,6 +33,7 @@ from meshwright.apps.serve.scheduler import QueuedRequest, Scheduler
 from meshwright.base import console
 from meshwright.base.errors import DONE
 from meshwright.base.fields import Fields, Refusal, parse_object
+from meshwright.base.python310 import timeout
 from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import Decoder, run_requests
 from meshwright.generation.requests import Request
@@ -191,7 +192,7 @@ async def until_gone(receive: Receive) -> None:
 async def read_body(receive: Receive, limits: Limits) -> bytes:
     parts, size = [], 0
     try:
-        async with asyncio.timeout(limits.read_seconds):
+        async with timeout(limits.read_seconds):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":

@@ -6,7 +6,6 @@ document, which Megatron spells out.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from meshwright.apps.serve import openai
 from meshwright.apps.serve.openai import ServedModel
 from meshwright.apps.serve.scheduler import QueuedRequest, Scheduler
 from meshwright.base.fields import Fields, Refusal
+from meshwright.base.python310 import timeout
 from meshwright.config.schema import Sampling
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.beam import BeamOptions, begin_beam_search
@@ -125,7 +125,7 @@ async def answer_megatron(
     tokenizer = served.model.tokenizer
     if call.beam is not None:
         request = call.requests[0]
-        async with asyncio.timeout(seconds):
+        async with timeout(seconds):
             best = await scheduler.call(begin_beam_search(served.model, request, call.beam))
         rows = [request.prompt + text.tokens for text in best]
         scores = [text.score for text in best]

@@ -21,6 +21,7 @@ import torch
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
 from meshwright.base.fields import Refusal
+from meshwright.base.python310 import timeout_at
 from meshwright.generation.decoder import Decoder
 from meshwright.generation.requests import Event, Request
 
@@ -59,7 +60,7 @@ class QueuedRequest:
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yield each token with the number of its text; raise TimeoutError at the deadline."""
         while self.unfinished:
-            async with asyncio.timeout_at(self.deadline):
+            async with timeout_at(self.deadline):
                 item = await self.arrived.get()
             if isinstance(item, Exception):
                 raise item

@@ -33,6 +33,7 @@ from meshwright.base.errors import (
     UserError,
 )
 from meshwright.base.files import own_file, replacing, require_unlinked
+from meshwright.base.python310 import NEW_GROUP
 from meshwright.base.runs.history import final_steps
 from meshwright.base.runs.sweeps import RECORD, read_record
 from meshwright.checkpoint.owner import lock_folder
@@ -175,7 +176,7 @@ class Sweep:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **slots[slot], LAUNCHER_PID: str(os.getpid())},
-                process_group=0,  # Ctrl-C reaches this process alone, which tells them
+                **NEW_GROUP,  # Ctrl-C reaches this process alone, which tells them
             )
         run.state, run.note = "running", ""
         self.children[run.name] = Child(process, slot)

@@ -20,7 +20,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from torch import Tensor
 from meshwright.apps.verify.baseline import alone, make_baseline
 from meshwright.base import console
 from meshwright.base.errors import UNEQUAL, UserError
+from meshwright.base.python310 import StrEnum
 from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.config.command import out_of_memory

@@ -288,7 +288,8 @@ def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor
     k = qkv.new_empty(b, t, groups, dim)
     cos, sin = (x.contiguous() for x in rotation)
     with torch.accelerator.device_index(qkv.device.index):
-        _rotate_heads[groups * (per_group + 1), *_programs(b, t, TILE)](
+        programs = groups * (per_group + 1), *_programs(b, t, TILE)
+        _rotate_heads[programs](
             qkv, q, k, cos, sin, b, t, groups, per_group, **_shape(dim, cos, TILE)
         )
     return q, k
@@ -319,9 +320,8 @@ def pack(
     with torch.accelerator.device_index(dq.device.index):
         outputs = packed if into is None else packed.view(torch.uint8), partials
         numbers = *strides, b, t, *fp8_arguments(into), groups, per_group
-        _pack_heads[groups * (per_group + 2), *parts](
-            dq, dk, dv, cos, sin, *outputs, *numbers, SUMMED=summed, **shape
-        )
+        programs = groups * (per_group + 2), *parts
+        _pack_heads[programs](dq, dk, dv, cos, sin, *outputs, *numbers, SUMMED=summed, **shape)
     return packed, partials if summed else None
 
 

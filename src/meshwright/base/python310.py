@@ -1,0 +1,78 @@
+"""What Python 3.10 lacks of the standard library, under the names that 3.11 has given it.
+
+Nothing else asks for the version. The last torch with wheels for Python 3.10 is 2.14; without
+support for it, this file and its imports go.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout as timeout
+    from asyncio import timeout_at as timeout_at
+    from enum import StrEnum as StrEnum
+    from hashlib import file_digest as file_digest
+    from typing import Self as Self
+    from typing import Unpack as Unpack
+
+    import tomllib as tomllib
+
+    # Of subprocess.Popen: the child gets a process group of its own.
+    NEW_GROUP: dict[str, Any] = {"process_group": 0}
+else:
+    import asyncio
+    import enum
+    import hashlib
+    import os
+
+    import tomli as tomllib  # noqa: F401
+    from typing_extensions import Self, Unpack  # noqa: F401, UP035
+
+    NEW_GROUP = {"preexec_fn": os.setpgrp}
+
+    class StrEnum(str, enum.Enum):  # noqa: UP042
+        def __str__(self):
+            return str(self.value)
+
+        __format__ = str.__format__
+
+        @staticmethod
+        def _generate_next_value_(name, start, count, last_values):
+            return name.lower()
+
+    def file_digest(file, name):
+        """Return the hash of a file that is open for reading, from its position on."""
+        out = hashlib.new(name)
+        while block := file.read(1 << 18):
+            out.update(block)
+        return out
+
+    class timeout_at:  # noqa: N801
+        """Cancel the block at a time of the loop's clock, and raise TimeoutError after it."""
+
+        def __init__(self, when):
+            self.when, self.is_expired = when, False
+
+        async def __aenter__(self):
+            self.task = asyncio.current_task()
+            self.reschedule(self.when)
+            return self
+
+        async def __aexit__(self, kind, error, traceback):
+            self.handle.cancel()
+            if self.is_expired and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+        def reschedule(self, when):
+            if hasattr(self, "handle"):
+                self.handle.cancel()
+            self.handle = asyncio.get_running_loop().call_at(when, self._expire)
+
+        def _expire(self):
+            self.is_expired = True
+            self.task.cancel()
+
+    def timeout(seconds):
+        return timeout_at(asyncio.get_running_loop().time() + seconds)
