@@ -8,7 +8,7 @@
 # make mutants  defects seeded one by one in copies of this tree; do the tests that are named for each find it?
 #             make mutants TIER=check JOBS=12 MUTANTS="--json FILE": do those of make check (test, fuzz, verify)?
 #
-# Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH the version of
+# Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.10 to 3.13), TORCH the version of
 # torch, TORCH_INDEX its source, for example one with a build for your GPU or for the CPU alone. Without these two, a torch of
 # a tested version that is installed already, or that pip finds among wheels by PIP_FIND_LINKS, comes before the newest one:
 #     make demo TORCH_INDEX=URL      make test PYTHON=python3.11 TORCH=2.11.0 VENV=.venv-2.11
@@ -17,7 +17,8 @@ VENV ?= .venv
 TORCH ?=
 TORCH_INDEX ?=
 TORCH_RANGE := $(shell sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
-TORCH_NEWEST := $(shell sed -n 's/^torch==//p' constraints.txt)
+MINOR := $(shell $(PYTHON) -c "import sys; print(sys.version_info[1])" 2> /dev/null)
+TORCH_NEWEST := $(shell sed -n 's/^$(if $(filter 10,$(MINOR)),\# Python 3.10: )torch==//p' constraints.txt)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 TESTS := $(BIN)/python -m pytest

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 
 import pytest
-import tomllib
 import torch
 
 from documents import ROOT
 from meshwright.apps.doctor import facts as doctor
+from meshwright.base.device import find_device
+from meshwright.base.errors import UNAVAILABLE, UserError
 
 FIRST, LAST = ("{}.{}".format(*version) for version in doctor.TESTED)
 NEWEST = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]  # type: ignore[index]
@@ -37,6 +39,15 @@ PAGES = {
 
 def test_this_torch_is_in_the_range() -> None:
     assert doctor._torch(torch.__version__, "CPU only").level == "ok"
+
+
+def test_an_older_torch_is_refused_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.2.0a0+81ea7a4")
+    with pytest.raises(
+        UserError, match=r"2\.2\.0a0\S* is too old: .*; pip install -U 'torch>="
+    ) as e:
+        find_device("cpu")
+    assert e.value.status == UNAVAILABLE
 
 
 def test_the_installation_takes_the_range() -> None:

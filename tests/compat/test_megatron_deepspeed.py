@@ -9,12 +9,12 @@ import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed_files
 import pytest
-import tomllib
 from machines import ADDRESSES, machines
 
 from blocks import block, covers

@@ -333,7 +333,7 @@ def test_container(gpt: Path, tmp_path: Path) -> None:
         "python3 -m oneflow_gpt"
     )
     for told in (
-        "--py 3.7: Meshwright needs Python 3.11",
+        "--py 3.7: Meshwright needs Python 3.10",
         "glibc 2.17",
         "cp37m-manylinux2014_x86_64.whl is not",
     ):

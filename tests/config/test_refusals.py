@@ -15,13 +15,13 @@ import contextlib
 import functools
 import io
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 from meshwright.__main__ import main
 from meshwright.base.errors import USAGE

@@ -7,12 +7,12 @@ import os
 import shutil
 import sys
 import threading
+import tomllib
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import tomllib
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-
-import tomllib
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("table.toml")

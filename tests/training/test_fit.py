@@ -4,9 +4,9 @@ import itertools
 import os
 import re
 import signal
+import tomllib
 
 import pytest
-import tomllib
 import torch
 import torch.utils.checkpoint
 

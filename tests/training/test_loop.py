@@ -9,11 +9,11 @@ import shutil
 import signal
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tomllib
 
 from helpers import SMALL_FLAGS, flip_bit, open_step, read_rows, write_counting
 from meshwright.__main__ import main

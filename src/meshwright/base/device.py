@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base import host
-from meshwright.base.errors import UserError, first_line
+from meshwright.base.errors import UNAVAILABLE, UserError, first_line
+from meshwright.base.version import RANGE, TESTED, numbers_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,12 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
     host.require_address_space()
     import torch
 
+    if numbers_of(torch.__version__) < TESTED[0]:  # as images of older guides have
+        raise UserError(
+            f"torch {torch.__version__} is too old: {RANGE} is needed; pip install -U {RANGE!r}, or make an environment "
+            "for Meshwright beside it: python3 -m venv DIR",
+            UNAVAILABLE,
+        )
     kind, _, index = wanted.partition(":")
     if kind in UNFIT:
         raise UserError(f"device {wanted}: Meshwright does not compute on {UNFIT[kind]}; give cpu")

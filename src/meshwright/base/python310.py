@@ -10,14 +10,13 @@ import sys
 from typing import Any
 
 if sys.version_info >= (3, 11):
+    import tomllib as tomllib
     from asyncio import timeout as timeout
     from asyncio import timeout_at as timeout_at
     from enum import StrEnum as StrEnum
     from hashlib import file_digest as file_digest
     from typing import Self as Self
     from typing import Unpack as Unpack
-
-    import tomllib as tomllib
 
     # Of subprocess.Popen: the child gets a process group of its own.
     NEW_GROUP: dict[str, Any] = {"process_group": 0}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 
 from meshwright import __main__ as program

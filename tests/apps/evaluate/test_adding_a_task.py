@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 
 from helpers import read_rows, train_on_texts

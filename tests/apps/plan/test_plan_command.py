@@ -7,11 +7,11 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from pages import Page
 
 from helpers import TINY_FLAGS

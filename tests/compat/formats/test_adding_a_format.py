@@ -2,13 +2,13 @@
 
 import re
 import sys
+import tomllib
 import types
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from foreign import assert_reads, read_tensors
 from torch import nn

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from foreign import assert_reads, read_tensors
 

@@ -22,15 +22,20 @@ from typing import Any
 from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.errors import first_line
-from meshwright.base.version import PROJECT, installed_version, our_version
+from meshwright.base.version import (
+    PROJECT,
+    RANGE,
+    TESTED,
+    installed_version,
+    numbers_of,
+    our_version,
+)
 from meshwright.config.schema import Parallel
 from meshwright.runtime.ranks.connect import join_ranks, pick_backend
 from meshwright.runtime.ranks.links import Link, measure_links, slow_links, typical_link
 from meshwright.runtime.ranks.world import World
 
 GIB, MIB = 1 << 30, 1 << 20
-TESTED = ((2, 11), (2, 15))  # versions of torch, first and last
-RANGE = f"torch>={TESTED[0][0]}.{TESTED[0][1]},<{TESTED[1][0]}.{TESTED[1][1] + 1}"
 NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
 # What packages bring that the installation has only with an extra, or on common machines only.
 BRINGS = {
@@ -265,7 +270,7 @@ def _host() -> Iterator[Fact]:
 
 
 def _torch(version: str, kind: str) -> Fact:
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    numbers = numbers_of(version)
     text = f"{version}, built for {kind}" if kind != "CPU only" else f"{version}, for CPUs"
     first, last = ("{}.{}".format(*v) for v in TESTED)
     strange = not TESTED[0] <= numbers <= TESTED[1]
