@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
-from meshwright.base.python310 import file_digest, tomllib
+from meshwright.base.python310 import file_digest, possessive, tomllib
 
 RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
 # Of a file of settings.
 TOML_DEPTH = 8
 TOML_ENTRIES = 10_000
 # Strings and comments of TOML. An open string lasts to the end of the file or line: tomllib stops.
-TOML_STRINGS = re.compile(
+TOML_STRINGS = possessive(
     r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"""|\\?\Z)|"(?:[^"\\\n]++|\\[^\n])*+"?'''
     r"""|'''(?:[^']++|'(?!''))*+(?:'''|\Z)|'[^'\n]*+'?|\#[^\n]*+""",
     re.DOTALL,

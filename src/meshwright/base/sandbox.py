@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.base import sandboxed
+from meshwright.base.python310 import SAFE_PATH
 
 ANSWER = 64 << 20  # bytes of an answer
 PATIENCE = 300.0  # seconds for an answer, where the child's own limit is time of a processor
@@ -94,8 +95,15 @@ class Sandbox:
         self.stop()
         code = self.function.__code__
         limits = [str(self.memory), str(self.seconds)]
-        # -P: the files beside the program are no modules of it.
-        words = [sys.executable, "-P", sandboxed.__file__, code.co_filename, code.co_name, *limits]
+        # The files beside the program are no modules of it.
+        words = [
+            sys.executable,
+            SAFE_PATH,
+            sandboxed.__file__,
+            code.co_filename,
+            code.co_name,
+            *limits,
+        ]
         self.child = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,

@@ -87,7 +87,7 @@ class CollectedText:
 def fraction(text: str) -> float:
     """Return a number in [0, 1) that depends on the text alone."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:6]) / 2**48
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 class LineRange(FileRange):

@@ -289,7 +289,9 @@ def suffix(v: Validation) -> str:
 def date(seconds: object) -> str:
     if not isinstance(seconds, int | float):
         return ""
-    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return (
+        f"{datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    )
 
 
 def describe_end(attempt: Attempt, is_last: bool) -> str:
