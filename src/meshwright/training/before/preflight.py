@@ -74,7 +74,7 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
     """
     set_stream("stdout")
 
-    # Settings: a wrong one ends the dry run; those that a real run still needs are listed at the end.
+    # Settings: a wrong one ends the dry run; those that a run still needs are listed at the end.
     require(checks.problems(config, needs_data=False))
     require_folders(config)
     bring_files(config)
@@ -141,7 +141,7 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
 
     # The status is about this machine alone.
     does_fit = not lack and (verdict is None or verdict[0])
-    # With --world-size, even 1, a run is for other machines, unless several ranks were started here.
+    # With --world-size, even 1, a run is for other machines unless several ranks were started.
     planned = config.parallel.world_size
     is_for_here = planned is None or planned == world.size > 1
     return USAGE if is_for_here and not does_fit else DONE

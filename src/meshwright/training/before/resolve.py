@@ -138,7 +138,7 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
 def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig, Source | None]:
     """Complete the settings; also return another program's checkpoint that was opened for this.
 
-    The run loads that one without opening it again. One of ours is opened anew, to verify its files.
+    The run loads it without opening it again. One of ours is opened anew, to verify its files.
     """
     load = parsed.config.checkpoint.load
     source = open_start(parsed.config) if load else None
@@ -267,7 +267,7 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     # Written with addresses of objects, not the folders of their local copies, which may differ.
     own: dict[str, Any] = json.loads(shown(json.dumps(saved_settings(config))))
 
-    # These may differ: the rank's numbers, its machine's folders, and the one of rank 0's files.
+    # These may differ: the rank's numbers, its machine's folder, and the one that rank 0 writes.
     del own["rank"], own["local_rank"], own["local_dir"], own["run_dir"]
     del own["deepspeed_config"]  # its values are among the settings
 

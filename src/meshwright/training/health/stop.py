@@ -33,8 +33,8 @@ class StopConditions:
     def reason(self, has_stepped: bool = True) -> str | None:
         """Return the reason to stop now, as the log and metrics.jsonl name it, or None.
 
-        The clock does not stop a run that has taken no step (`has_stepped` false): if the start took
-        longer than the minutes, the run would be started again and again, and never get on.
+        The clock stops no run that has taken no step (`has_stepped` false): a start that takes
+        longer than the minutes would be repeated for ever, and the run would never get on.
         """
         if self.signal is not None:
             return self.signal.name
