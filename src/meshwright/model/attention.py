@@ -63,11 +63,14 @@ class Attend(nn.Module):
         self.windowed = layer in m.windowed_layers
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
-        drops = self.training and shared.where.samples is not None
-        p = self.p if drops else 0.0
+        where = shared.where
+        p = 0.0
+        if self.training and where.samples is not None:
+            p = self.p
         mask = shared.window_mask if self.windowed else shared.mask
-        if is_reference(self.impl, p, q.device):
-            return self.run(reference, p, q, k, v, mask, shared.where, p, self.layer)
+        if uses_reference(self.impl, p, q.device.type):
+            return self.run(reference, p, q, k, v, mask, where, p, self.layer)
+        # Our own kernel for CPUs has neither masks nor dropout.
         if self.impl == "auto" and mask is None and p == 0 and causal.suits(q, k):
             return self.run(causal.attend, p, q, k, v)
         return self.run(fused, p, q, k, v, mask, shared.slopes, p)
@@ -77,11 +80,6 @@ class Attend(nn.Module):
         if self.recompute and self.training:
             return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=p > 0)  # type: ignore[no-any-return]
         return attend(*arguments)  # type: ignore[no-any-return]
-
-
-def is_reference(impl: str, p: float, device: torch.device) -> bool:
-    """Whether the reference runs on this device."""
-    return uses_reference(impl, p, device.type)
 
 
 def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int = 0) -> None:
@@ -96,8 +94,10 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
     """
     if devices.is_capturing(device):
         return
+    # Odd 64-bit multipliers, as in splitmix64: they spread numbers that are near over all bits.
     mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
+    # A seed of torch is a signed 64-bit number, so one bit goes.
     if devices.counts_draws(device):
         devices.seed_generator(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
     else:
@@ -109,8 +109,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p:
     t = q.shape[1]
     s = k.shape[1]
     grouped = q.shape[2] != k.shape[2]
+    # torch's kernels take [B, heads, T, d]; these are views of the layout that the products make.
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None:
+        # is_causal aligns query 0 with key 0; a single query may see every key.
         o = F.scaled_dot_product_attention(
             q, k, v, dropout_p=p, is_causal=t == s and t > 1, enable_gqa=grouped
         )
@@ -161,21 +163,29 @@ def reference(
     # A group's keys and values, for each head that reads them.
     per_group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(per_group, dim=2) for x in (k, v))
+
+    # Scores [B, heads, T, S], in float32 or float64.
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast))
     scores = scores * q.shape[-1] ** -0.5
+
+    # The last query sees every key, so the diagonal begins at s - t.
     seen: Any = mask
     if seen is None:
-        seen = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
-    is_bias = seen.dtype is not torch.bool
+        seen = torch.ones(t, s, dtype=torch.bool, device=q.device)
+        seen = seen.tril(s - t)
+    is_bias = seen.dtype is not torch.bool  # ALiBi's, with -inf where nothing is seen
     scores = scores + seen if is_bias else scores.masked_fill(~seen, float("-inf"))
     probabilities = scores.softmax(-1)
+
     if p > 0:
-        # ~layer is no site of the hidden states' dropout, whose numbers begin at 0.
         assert where.samples is not None and where.columns is not None
+        # A tensor rank has some of the heads; they are hashed by their numbers in the model.
         first = where.heads.start if where.heads else 0
-        heads = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
-        rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.columns)
+        heads = torch.arange(first, first + q.shape[2], device=q.device)
+        samples = where.samples[:, None, None]
+        rows = dropout.rows(where.seed, samples, heads[:, None], where.columns)
+        # ~layer is no site of the hidden states' dropout, whose numbers begin at 0.
         rows = dropout.at_site(rows, ~layer)
         probabilities = dropout.dropout(probabilities, rows, p)
     return torch.einsum("bnts,bsnd->btnd", probabilities.to(v.dtype), v)

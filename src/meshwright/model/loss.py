@@ -30,11 +30,9 @@ def token_terms(
         logits.flatten(0, 1), labels.flatten(), vocab, first, combine
     )
     terms = {"loss": losses.view(labels.shape)}
-    return (
-        terms | {"z_loss": z_loss_coef * normalisers.view(labels.shape).square()}
-        if z_loss_coef
-        else terms
-    )
+    if z_loss_coef:
+        terms["z_loss"] = z_loss_coef * normalisers.view(labels.shape).square()
+    return terms
 
 
 def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from meshwright.config.schema import Model, Precision, Training
-from meshwright.model.attention import compile_each_shape, is_reference
+from meshwright.model.attention import compile_each_shape
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block, Options
-from meshwright.model.kind import block_kind
+from meshwright.model.kind import block_kind, uses_reference
 
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
@@ -29,7 +29,7 @@ def pick(m: Model, device: torch.device, options: Options) -> tuple[type[Block],
     """Return the block class, which must equal the plain `Block`, and a description for the log."""
     if m.attention_impl == "reference":
         attention = "reference attention, as asked for"
-    elif is_reference(m.attention_impl, m.attention_dropout, device):
+    elif uses_reference(m.attention_impl, m.attention_dropout, device.type):
         attention = "reference attention, whose dropout depends on no micro-batch"
     else:
         attention = "fused attention"
