@@ -91,11 +91,17 @@ class _Front(NamedTuple):
             x, y, *of_rows = norm.forward(operands, weights, into)
             return y, [x, *of_rows]
 
-        shape = (len(operands.pending), pending.shape[-1])
         product = self.product
+        shape = operands.pending.shape
         y, (x, *of_rows) = product.scales.write(product.first, shape, make, is_training)
         x = x.view(pending.shape) if operands.adds else pending
-        ctx.rest = self.p, self.plus, residual is not None, pending.dtype
+        # The end of SavedRows, which follows the tensors.
+        ctx.rest = (
+            self.p,
+            self.plus,
+            residual is not None,
+            pending.dtype,
+        )
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
         out = product.multiply(y, bias, weight.dtype)
         return x, out, [x, *of_rows, operands.rows, weight, y.transposed]
@@ -141,6 +147,7 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
+        # The gradient of qkv is packed from three, in fp8, for the product's backward pass.
         product = ctx.front.product
         sizes = ctx.sizes
         saved = ctx.saved_tensors  # read only once: each reading unpacks them
@@ -165,6 +172,7 @@ class _NormMLP(torch.autograd.Function):
         def make(into: Into | None) -> tuple[Tensor, None]:
             return activation.forward(kind, u, into), None
 
+        # The activation is written for the second product only; bfloat16 never reaches memory.
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.transposed)
         ctx.front = front
@@ -179,8 +187,11 @@ class _NormMLP(torch.autograd.Function):
         proj = ctx.proj
         # The second product: its parameters come after the five of the front's, without pending.
         weight, bias = ctx.parameters[5:7]
-        q = proj.scales.cast(proj.first + 2, norm.as_rows(grad), True, True)
-        of_bias = gradients.from_rows(bias if ctx.needs_input_grad[-1] else None, grad)
+        rows = norm.as_rows(grad)
+        q = proj.scales.cast(proj.first + 2, rows, True, True)
+        if not ctx.needs_input_grad[-1]:
+            bias = None
+        of_bias = gradients.from_rows(bias, grad)
         da, of_weight = proj.differentiate(q, transposed, weight, grad.dtype)
         # The activation, whose gradient is that of the first product.
         is_summed = ctx.needs_input_grad[-3]
@@ -188,6 +199,6 @@ class _NormMLP(torch.autograd.Function):
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
             return activation.backward(ctx.kind, u, da, is_summed, into)
 
-        q, partials = product.scales.write(product.first + 2, (len(u), u.shape[-1]), make, True)
+        q, partials = product.scales.write(product.first + 2, u.shape, make, True)
         of_front = ctx.front.backward(ctx, saved, dx, q, partials)
         return None, None, None, None, *of_front, of_weight, of_bias

@@ -51,6 +51,7 @@ def norm_launch(width: int) -> BackwardLaunch:
 
 def norm_programs(width: int, count: int, processors: int) -> int:
     """Return the programs of the norm's backward pass; each writes a row of partial sums."""
+    # As many as run at a time, but not so many that summing their rows takes longer.
     launch = norm_launch(width)
     return min(launch.programs * processors, cdiv(count, launch.rows * norm_tile(width)[0]))
 
@@ -63,6 +64,7 @@ SUM_PROGRAMS = 8
 
 def sum_slab(count: int, width: int, processors: int) -> int:
     """Return how many rows of a matrix [count, width] a program sums."""
+    # The programs that go side by side already share the work; the rest divide the rows.
     wanted = cdiv(SUM_PROGRAMS * processors, cdiv(width, SUM_COLUMNS))
     return cdiv(cdiv(count, wanted), SUM_ROWS) * SUM_ROWS
 

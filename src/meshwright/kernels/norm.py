@@ -90,6 +90,7 @@ class _AddNorm(torch.autograd.Function):
         shape = pending.shape
         operands = operands_of(residual, pending, bias, rows, p)
         x, y, mean, rstd = forward(operands, weights)
+        # Without an addition x is the input itself, not a copy.
         x = x.view(shape) if operands.adds else pending
         ctx.save_for_backward(x, mean, rstd, operands.rows, weights.weight)
         ctx.set_materialize_grads(False)
@@ -195,7 +196,8 @@ def backward(
     z = z * saved.rstd[:, None]
     weight = saved.weight + saved.plus if saved.plus else saved.weight
     wanted = dy * weight
-    # The gradient of x: that through the norm, and that of x itself.
+    # The gradient of x: that through the norm, and that of x itself. The norm's output does not
+    # change with the rows' scale nor, for LayerNorm, with their mean: these parts are taken out.
     grad = wanted - z * (wanted * z).mean(1, keepdim=True)
     if saved.mean is not None:
         grad = grad - wanted.mean(1, keepdim=True)

@@ -142,6 +142,7 @@ def _fp8_cast_tile(
 ):
     first = i.to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
     c = j.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    # Rows are taken in groups of PACK; `first` counts the groups.
     by = tl.load(scale)
     high = tl.zeros((ROWS // PACK, COLUMNS), tl.float32)
     if transposed is not None:
@@ -241,6 +242,7 @@ def _fp8_transpose(
     for k in tl.static_range(PACK):
         r = first * PACK + k
         inside = (r < rows)[:, None] & is_column[None, :]
+        # Beyond the last row are zeros, which become the padding.
         byte = tl.load(q + r[:, None] * columns + c[None, :], mask=inside, other=0)
         word |= byte.to(transposed.dtype.element_ty) << (8 * k)
     to = c[:, None] * (padded // PACK) + first[None, :]
@@ -257,14 +259,17 @@ def quantise(
     rows, columns = x.shape
     padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
-        tensors = x, out.view(torch.uint8), words, scale, amax
-        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2
         _fp8_cast[_grid(CAST, padded, columns)](
-            *tensors,
+            x,
+            out.view(torch.uint8),
+            words,
+            scale,
+            amax,
             rows,
             columns,
             padded,
-            *constants,
+            LARGEST[out.dtype],
+            out.dtype is torch.float8_e5m2,
             CAST.rows,
             CAST.columns,
             CAST.pack,
@@ -314,11 +319,20 @@ def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: 
     """Do what `quantise` does for matrices in the formats of one, with sizes in multiples of 16."""
     x, out, transposed, _ = like
     with torch.accelerator.device_index(x.device.index):
-        bases = x, out.view(torch.uint8), transposed.view(WORDS[CAST.pack])
-        formats = LARGEST[out.dtype], out.dtype is torch.float8_e5m2
-        constants = *formats, CAST.rows, CAST.columns, CAST.pack
         _fp8_cast_many[(len(prepared.owners),)](
-            prepared.table, prepared.owners, *bases, scale, amax, *constants, num_warps=CAST.warps
+            prepared.table,
+            prepared.owners,
+            x,
+            out.view(torch.uint8),
+            transposed.view(WORDS[CAST.pack]),
+            scale,
+            amax,
+            LARGEST[out.dtype],
+            out.dtype is torch.float8_e5m2,
+            CAST.rows,
+            CAST.columns,
+            CAST.pack,
+            num_warps=CAST.warps,
         )
 
 

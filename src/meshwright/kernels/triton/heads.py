@@ -101,6 +101,7 @@ def _move_slot(
                 own = sample * length * HALF + angle
                 x = tl.load(cos + own, mask=turns, other=1.0)
                 y = tl.load(sin + own, mask=turns, other=0.0) * direction
+            # The pair (a, b) turns by its angle: (a cos - b sin, b cos + a sin).
             a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             a, b = a * x - b * y, b * x + a * y
@@ -111,6 +112,7 @@ def _move_slot(
             if SUMMED:
                 total_a += a
                 total_b += b
+        # The rest keeps its numbers.
         if DIM > 2 * HALF:
             z = tl.load(at + rest[None, :], mask=others, other=0.0)
             to_z = to + rest[None, :]
@@ -303,6 +305,8 @@ def pack(
     tile: SlotTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
+    # Attention's gradients may have a layout of their own, which the kernel reads by its strides;
+    # only a head's columns must lie together.
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
     tile = tile or TILE
     b, t, _, _ = dq.shape
@@ -317,10 +321,22 @@ def pack(
     strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
     shape = _shape(dim, cos, tile)
     with torch.accelerator.device_index(dq.device.index):
-        outputs = packed if into is None else packed.view(torch.uint8), partials
-        numbers = *strides, b, t, *fp8_arguments(into), groups, per_group
         _pack_heads[groups * (per_group + 2), *parts](
-            dq, dk, dv, cos, sin, *outputs, *numbers, SUMMED=summed, **shape
+            dq,
+            dk,
+            dv,
+            cos,
+            sin,
+            packed if into is None else packed.view(torch.uint8),
+            partials,
+            *strides,
+            b,
+            t,
+            *fp8_arguments(into),
+            groups,
+            per_group,
+            SUMMED=summed,
+            **shape,
         )
     return packed, partials if summed else None
 
