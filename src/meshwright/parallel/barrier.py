@@ -48,6 +48,7 @@ def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
     out = []
     others = [(rank + k) % ranks for k in range(1, ranks)]
     for phase in (0, 1):
+        # Word `phase * ranks + r` of a rank's memory is what rank r writes there.
         out += [(WRITE, words[r] + 4 * (phase * ranks + rank), 1) for r in others]
         for r in others:
             own = words[rank] + 4 * (phase * ranks + r)

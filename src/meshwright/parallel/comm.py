@@ -59,6 +59,7 @@ def start_all_reduce(
 def start_all_gather(x: Tensor, group: ProcessGroup, waits: bool = False) -> Started:
     if torch.compiler.is_compiling():
         return Started(_gather(x.contiguous(), 0, group), None)
+    # With `waits` there is no work to wait for: the current stream does so by itself.
     count = len(x) * dist.get_world_size(group)
     y = x.new_empty(count, *x.shape[1:])
     work = gather_into(y, x.contiguous(), group=group, async_op=not waits)

@@ -71,6 +71,7 @@ class Layout:
 
     def at(self, *names: str) -> int:
         """Return this rank's position in a dimension, or in several combined."""
+        # The digits of the rank's number, the fastest dimension first.
         position = {}
         rest = self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
@@ -132,6 +133,7 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
     if ranks["matrices"] in (ranks["shard"], ranks["tp"]):
         del ranks["matrices"]  # `Layout.group` names the other one
+    # A middle stage of the pipeline is not among the embedding's ranks.
     groups = {}
     for name, members in ranks.items():
         if len(members) > 1 and layout.rank in members:

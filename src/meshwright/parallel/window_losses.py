@@ -122,13 +122,21 @@ def score_part(net: ParallelModel, vocab: int, batches: list[WindowBatch]) -> Te
     a micro-batch and do not count.
     """
     layout = net.layout
-    numbers = [turn + layout.at("replicas", "shard") for turn in range(0, len(batches), layout.dp)]
+    # Copy d takes the micro-batches d, d + dp and so on; numbers beyond the last one are surplus.
+    copy = layout.at("replicas", "shard")
+    numbers = [turn + copy for turn in range(0, len(batches), layout.dp)]
     cut = [cut_columns(batches[i % len(batches)], layout) for i in numbers]
 
     def count_part(logits: Tensor, i: int) -> Tensor:
-        column = layout.at("cp") * logits.shape[1]
-        first = layout.at("tp") * logits.shape[-1]
-        return count_hits(logits, cut[i], vocab, first, layout.group("tp"), column)
+        # Tensor ranks have the logits of some ids, context ranks those of some columns.
+        return count_hits(
+            logits,
+            cut[i],
+            vocab,
+            first=layout.at("tp") * logits.shape[-1],
+            group=layout.group("tp"),
+            column=layout.at("cp") * logits.shape[1],
+        )
 
     inputs = [Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut]
     results = net.infer(inputs, count_part)
@@ -190,6 +198,7 @@ def count_hits(
         known = flat[:, : max(vocab - first, 0)]
         right = likeliest(known, first, group) == labels
     both = torch.stack([losses.double(), right.double()], dim=1)
+    # If all places were computed, those that do not count are left out now.
     if len(both) != len(places):
         both = both[places]
     dense = both.new_zeros(rows.labels.numel(), 2).index_copy_(0, places, both)
