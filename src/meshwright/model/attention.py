@@ -97,7 +97,7 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
     # Odd 64-bit multipliers, as in splitmix64: they spread numbers that are near over all bits.
     mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
-    # A seed of torch is a signed 64-bit number, so one bit goes.
+    # 63 bits of the hash are the seed, which so is no negative number, signed or not.
     if devices.counts_draws(device):
         devices.seed_generator(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
     else:
@@ -105,7 +105,10 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p: float) -> Tensor:
-    """Attend with q [B, T, n, d] to k, v [B, S, g, d]: no mask lets t see keys up to t + S - T."""
+    """Attend with q [B, T, n, d] to k, v [B, S, g, d]; without a mask T must be S or 1.
+
+    Query t then sees the keys up to t + S - T.
+    """
     t = q.shape[1]
     s = k.shape[1]
     grouped = q.shape[2] != k.shape[2]
@@ -131,7 +134,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p:
 
 
 def flex_kernel() -> Any:
-    """Return FlexAttention, which compiled blocks compile with all else, and others by itself."""
+    """Return FlexAttention: as it is for a block that is being compiled, else compiled alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if torch.compiler.is_compiling() else compiled_flex()
@@ -139,9 +142,10 @@ def flex_kernel() -> Any:
 
 @functools.cache
 def compiled_flex() -> Any:
-    """Return FlexAttention compiled, which otherwise would keep every score in memory.
+    """Return FlexAttention compiled: otherwise it would keep every score in memory.
 
-    New functions with the same code and other tensors, as each call brings them, compile nothing.
+    Each call brings new functions for mask and scores. Since their code is the same as before, and
+    only the tensors differ, nothing is compiled again.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -149,7 +153,7 @@ def compiled_flex() -> Any:
 
 
 def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for each of its shapes, of which torch would allow 8."""
+    """Compile a function anew for each shape, up to 32 of them: torch alone would stop at 8."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     return torch.compile(function, dynamic=False)
 

@@ -43,9 +43,9 @@ class ContinuedTexts:
     cache: Cache
     slots: Tensor  # [B] of the rows
     used: Tensor  # [B] tokens of each text before this pass
-    # places of the cache that attention reads, above every row's last; 0: the texts begin here
+    # how many places of the cache attention reads, enough for each row; 0: the texts begin here
     seen: int
-    # [B] place in this pass of each row's last token, which `last_only` means
+    # [B] place in this pass of each row's last token, whose logits `last_only` asks for
     ends: Tensor | None = None
     at: Tensor | None = None  # [B T] the tokens' places in the flat cache, for all layers
 

@@ -57,7 +57,7 @@ def _norm(m: Model, name: str, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(m: Model, vocab: int, positions: int) -> int:
-    """Count weights and biases; `vocab` is padded in Megatron's line, the true size when saved."""
+    """Count weights and biases: with the padded `vocab` as in memory, the true one as saved."""
     assert m.num_layers
     layer = sum(map(math.prod, layer_shapes(m).values()))
     outer = sum(map(math.prod, outer_shapes(m, vocab, positions).values()))
@@ -67,7 +67,7 @@ def parameters(m: Model, vocab: int, positions: int) -> int:
 def attention_flops(m: Model, seq: int, windowed: bool = False) -> float:
     """Return FLOPs of a layer's attention per token, forward, over the full square or a window."""
     assert m.num_attention_heads
-    keys = min(seq, m.window + 1) if windowed else seq  # that a query meets
+    keys = min(seq, m.window + 1) if windowed else seq  # of each query
     # A score and its share of the output: d multiplications and d additions each.
     return 4.0 * keys * m.num_attention_heads * m.head_dim
 
@@ -103,7 +103,7 @@ def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
-    """Return the smallest multiple of divisible_by * tensor_parallel from `size`, or `pad_to`."""
+    """Return `pad_to`, or without it `size` rounded up to divisible_by * tensor_parallel."""
     multiple = divisible_by * tensor_parallel
     if pad_to is None:
         return -(-size // multiple) * multiple

@@ -2,9 +2,8 @@
 
 A layer of one row is five kernels: the first product with the norm before it and its bias; the
 rotation, the cache and attention; the output product, added to the residual stream; the MLP's first
-product with norm and activation; its second product, added. Several rows a library multiplies
-faster, and the norms, with the additions before them, and most activations are kernels of their
-own.
+product with norm and activation; its second product, added. A library multiplies several rows
+faster; each norm with the addition before it is then a kernel of its own, as most activations are.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class DecodeStep:
     def __init__(self, model: GPT, cache: Cache) -> None:
         self.model = model
         self.cache = cache
-        # Of every place of the cache, once; a step then looks up those of its tokens. Float32, as
-        # `reason_against` refuses float64.
+        # Cosines and sines of all places of the cache, among which a step looks up its tokens'. In
+        # float32, since `reason_against` refuses float64.
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
             ids = torch.arange(cache.room, device=model.wte.weight.device)[:, None]

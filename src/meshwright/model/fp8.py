@@ -53,11 +53,11 @@ def attach_fp8(parts: Sequence[Any], p: Precision, device: torch.device) -> Scal
     )
     scales = Scales(recipe, device)
     for name, product in scales.add(found).items():
-        # Tensor parallelism has replaced the product by one that sums or gathers around another.
+        # Tensor parallelism may have put a product here that sums or gathers around another.
         around = vars(found[name]).get("product")
         found[name].product = product if around is None else functools.partial(around, by=product)
-    # The fused kernels keep a norm's output in fp8 alone, which is no residual stream: a block that
-    # continues with it multiplies apart.
+    # The fused kernels write a norm's output in fp8 only. A block whose residual stream continues
+    # with that output (`post_norm`) needs it in full, so its products stay apart.
     for part in parts:
         for block in part.h.values():
             if isinstance(block, FusedBlock) and not block.post_norm:

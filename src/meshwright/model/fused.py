@@ -55,7 +55,10 @@ class FusedBlock(Block):
         return y.to(x.dtype) if self.post_norm else x, q, k, v
 
     def transform(self, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the stream after attention, whose output lacks its bias, and the MLP's output."""
+        """Return the stream after attention and the MLP's output.
+
+        `branch`, attention's output, lacks its bias.
+        """
         bias = self.attn.proj.bias
         x, z = add_norm(base, branch, bias, rows, self.p, weights_of(self.ln_2))
         fc = self.mlp.fc
@@ -67,7 +70,7 @@ class FusedBlock(Block):
         return x, y
 
     def sizes(self, columns: int) -> HeadSizes:
-        """Return the sizes of so many outputs of attention's first product."""
+        """Return the sizes of the heads that so many columns of attention's first product hold."""
         attn = self.attn
         # A group has its queries, one key and one value; a tensor rank has some of the groups.
         per_group = (attn.per_group + 2) * attn.head_dim

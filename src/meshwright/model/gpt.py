@@ -122,7 +122,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
         self.end = getattr(block, "end", Block.end)
         self.has_embedding = self.has_head = True
-        # shape -> numbers that a layer's attention draws
+        # shape -> how many numbers a layer's attention draws
         self.drawn: dict[tuple[int, int, bool], int] = {}
         self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
@@ -152,9 +152,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Map tokens [B, T] to logits [B, T, padded], or [B, 1, padded] with `last_only`.
 
-        Only the first `vocab` logits count; tokens alone, which begin their texts and drop nothing,
-        get these. A stage that is not the first continues the residual `stream`; one that is not
-        the last returns it.
+        Only the first `vocab` logits count; a call without `where`, for texts from their beginning
+        and without dropout, returns these alone. A stage that is not the first continues the
+        residual `stream`; one that is not the last returns it.
         """
         if where is None:
             return self.forward(tokens, Positions(), last_only, stream)[..., : self.vocab]
@@ -168,14 +168,14 @@ class GPT(nn.Module):
         sites = self.dropout_rows(where)
         here = [int(i) for i in self.h]
 
-        # What enters the first layer of this stage.
+        # The input of this stage's first layer.
         residual: Tensor | None = None
         if stream is not None:
             pending = stream
             sites[2 * here[0]] = None  # the previous stage has added its last branch
         else:
             pending = self.embed(tokens, where)
-            # With a probability of its own the embedding drops here, else as all do in a join.
+            # An embedding with a dropout probability of its own drops here, others in a join.
             if self.m.embedding_dropout is not None:
                 pending = join(None, pending, sites[0], self.m.embedding_dropout)
                 sites[0] = None
@@ -198,7 +198,7 @@ class GPT(nn.Module):
             else:
                 residual, pending = self.run(residual, pending, shared, sites, layers)
 
-        # The last branch, which is still pending; then the head, on the last stage.
+        # Add the last branch, which is still pending; on the last stage the head follows.
         rows = sites[2 * here[-1] + 2]
         p = self.m.hidden_dropout
         if not self.has_head:
@@ -225,7 +225,7 @@ class GPT(nn.Module):
         return x
 
     def stretches(self) -> Iterator[tuple[list[int], bool]]:
-        """Yield groups of layers and whether each is recomputed, which keeps only its input."""
+        """Yield groups of layers, and whether backward recomputes a group from its input."""
         here = [int(i) for i in self.h]
         n = self.options.recompute_layers
         if self.options.recompute != "full":
@@ -351,7 +351,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             is_less = m.apply_layernorm_1p and kind.startswith("ln_")
             p.fill_(factor - 1.0 if is_less else factor)
         else:
-            # torch takes signed seeds, so the hash loses one of its 64 bits.
+            # 63 bits of the hash are the seed, which so is no negative number, signed or not.
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             random = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -360,7 +360,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             is_own = p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
             draw = p[:true_rows] if is_own else torch.empty(true_rows, *p.shape[1:])
             if m.init_method_xavier_uniform:
-                # Of one matrix [out, in]: the two of a gated MLP are one here.
+                # The bound is for a matrix [out, in]; the two of a gated MLP count as one.
                 inputs = draw.shape[-1]
                 outputs = draw.numel() // inputs
                 bound = math.sqrt(6 / (outputs + inputs))

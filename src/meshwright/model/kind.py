@@ -12,7 +12,10 @@ BlockKind = Literal["fused", "compiled", "plain"]
 
 
 def uses_reference(impl: str, p: float, kind: str) -> bool:
-    """Whether the reference runs: on a CPU fused dropout is as slow, and sees the micro-batch."""
+    """Whether the reference runs.
+
+    On a CPU fused dropout is no faster, and would change with the size of the micro-batch.
+    """
     return impl == "reference" or (impl == "auto" and p > 0 and kind == "cpu")
 
 

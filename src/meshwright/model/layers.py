@@ -74,7 +74,7 @@ class Gated(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
         super().__init__()
-        # One matrix initialised as a Linear is, seen as the gate's and the other's.
+        # One matrix, initialised as a Linear's is, and viewed as two.
         both = Linear(hidden, 2 * ffn, bias=False).weight.detach()
         self.weight = nn.Parameter(both.view(2, ffn, hidden))
         self.bias = None

@@ -41,7 +41,7 @@ def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def first_positions(length: int) -> list[int]:
-    """Return where ranges of positions begin over which losses are averaged: 0, 1, 2, 4, 8 ..."""
+    """Return the first of each range of positions with a mean loss of its own: 0, 1, 2, 4, 8 ..."""
     return [0, *(1 << k for k in range((length - 1).bit_length()))]
 
 

@@ -15,14 +15,15 @@ from meshwright.model.kind import block_kind, uses_reference
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
     """Return how to run the network on this device."""
     kind = block_kind(t, m, p, device.type)
-    fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
-    recompute = (
-        t.recompute_granularity,
-        t.recompute_method,
-        t.recompute_num_layers,
-        t.checkpoint_in_cpu,
+    return Options(
+        recompute=t.recompute_granularity,
+        recompute_method=t.recompute_method,
+        recompute_layers=t.recompute_num_layers,
+        inputs_on_host=t.checkpoint_in_cpu,
+        fp32_residual=p.fp32_residual_connection and (p.fp16 or p.bf16),
+        compiled=kind == "compiled",
+        fused=kind == "fused",
     )
-    return Options(*recompute, fp32_residual, kind == "compiled", kind == "fused")
 
 
 def pick(m: Model, device: torch.device, options: Options) -> tuple[type[Block], str]:

@@ -32,11 +32,10 @@ class Positions:
     first_sample: int = 0  # samples[0] on the host, which seeds the fused kernel without a sync
     position_ids: Tensor | None = None  # [B, T] if positions restart; None is `columns`
     documents: Tensor | None = None  # [B, T] numbers of documents; attention stays within one
-    # Set if only a part of the network's work is done here:
-    # if the residual stream is laid out differently from attention
+    # For a rank that does a part of the work: the residual stream's rows, if attention has others
     stream: StreamPositions | None = None
-    length: int | None = None  # tokens that attention sees, if `columns` are only some of them
-    heads: range | None = None  # of the model's heads
+    length: int | None = None  # how many tokens attention sees, if `columns` are some of them
+    heads: range | None = None  # numbers of this rank's heads; None: all of them
     cached: ContinuedTexts | None = None  # generation: the texts that the rows continue
 
 
@@ -49,7 +48,7 @@ class StreamPositions:
     position_ids: Tensor | None
 
 
-# None: causal; bool; float if ALiBi is added to the scores
+# None is causal; a tensor is bool, or with ALiBi float, to be added to the scores.
 Mask: TypeAlias = "Tensor | BlockMask | None"
 
 
@@ -65,7 +64,7 @@ class Shared:
 
 
 def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: bool) -> Shared:
-    """Make the positions and masks of one forward pass; fill in `where.columns`.
+    """Make the rotations and masks of one forward pass; fill in columns and ids of `where`.
 
     `flex` allows FlexAttention, which is compiled even where blocks are not.
     """
@@ -88,19 +87,20 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
     # A window over all keys is no window.
     seen = cached.seen if cached is not None else 0
     window = m.window if m.windowed_layers and (seen or length) > m.window + 1 else 0
-    # With a window's mask, other layers that drop have one too: another kernel draws other numbers.
+    # With dropout, a mask for windows means a mask for the other layers too: without one they would
+    # use another kernel, which draws more or fewer numbers.
     dropped = m.attention_dropout > 0 and where.samples is not None
-    marked = m.position == "alibi" or where.documents is not None or bool(window and dropped)
+    needs_mask = m.position == "alibi" or where.documents is not None or bool(window and dropped)
 
-    # FlexAttention is for training alone, and has no dropout.
+    # FlexAttention has no dropout, and generation does without it.
     allows_flex = flex and m.attention_impl != "reference" and cached is None and not dropped
     make: Callable[[int], Mask]
     if cached is not None and seen:
         # Without a mask, is_causal would let the first new token see the first cached one alone.
-        marked = True
+        needs_mask = True
         distance = torch.arange(seen, device=device) - cached.places(t)[..., None]
         make = functools.partial(dense_mask, m, where, distance, exact)
-    elif not (marked or window):
+    elif not (needs_mask or window):
         return shared
     elif allows_flex and devices.has_kernels(device):
         make = functools.partial(block_mask, where.documents, length, device)
@@ -110,7 +110,7 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
         places = torch.arange(length, device=device)
         distance = (places - places[:, None])[None]
         make = functools.partial(dense_mask, m, where, distance, exact)
-    shared.mask = make(0) if marked else None
+    shared.mask = make(0) if needs_mask else None
     shared.window_mask = make(window) if window else shared.mask
     return shared
 

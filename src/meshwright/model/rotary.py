@@ -11,7 +11,7 @@ from meshwright.config.schema import Model
 
 
 def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of position x frequency, times YaRN's factor of attention."""
+    """Return cosines and sines of position x frequency, times YaRN's attention factor."""
     angles = ids.to(dtype) * frequencies(m, ids.device, dtype)
     cos = angles.cos()
     sin = angles.sin()
@@ -23,7 +23,7 @@ def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def frequencies(m: Model, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the frequency of each pair, [rotating / 2]: from 1 to 1 / base, then scaled."""
+    """Return the frequency of each pair, [rotating / 2]: from 1 to almost 1 / base, then scaled."""
     powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=device) / m.rotating
     plain = 1.0 / m.rotary_base**powers
     if m.rope_scaling == "linear":

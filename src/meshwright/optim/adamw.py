@@ -56,7 +56,7 @@ class FlatAdamW:
         self.counted = self.table[:, :0]
 
     def count(self, ranges: list[adamw.FlatRange]) -> None:
-        """Let the norm consist of these ranges, of whatever rule."""
+        """Count these ranges in the norm, whatever their rule."""
         self.counted = adamw.make_table(ranges, self.step.device)
 
     def squares(self) -> Tensor:
@@ -64,7 +64,7 @@ class FlatAdamW:
         return adamw.sum_squares(self.buffers.gradients, self.counted)
 
     def clip_and_check(self, squares: Tensor, loss: Tensor, scalars: StepScalars) -> GradientCheck:
-        """Compute the clip factor and whether the step is applied, which counts it."""
+        """Return the clip factor and whether the step is applied; count it if so."""
         if not isinstance(scalars.lr, Tensor):
             # In one transfer; a CUDA graph brings tensors of its own.
             on_host = torch.tensor(scalars, dtype=torch.float64)

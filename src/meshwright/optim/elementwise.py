@@ -8,8 +8,8 @@ works against the update:
     w <- w - lr (u + weight decay w [u w >= 0])
 
 A chunk of a parameter is updated at a time, so that no more than that exists in float32 beside the
-parameter. The new weights follow from the new state before this is rounded. AdamW is for where its
-kernel over flat buffers does not run.
+parameter. The new weights follow from the new state before this is rounded. The AdamW here serves
+where the kernel over flat buffers does not run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshwright.kernels.moments import PlaceDraws
 from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import CHUNK, STATE
 
-# In float64, by which layouts are compared, what is smaller has no sign: it is 0 but for rounding,
-# such as the gradient of a bias of keys, and its sign would depend on the order of sums.
+# In float64, in which layouts are compared, a smaller number counts as 0. It would be 0 but for
+# rounding, as the gradient of the keys' bias, and its sign would depend on the order of sums.
 ROUNDING = 1e-13
 
 

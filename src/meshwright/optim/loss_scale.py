@@ -19,8 +19,8 @@ def dtype_of(p: Precision) -> torch.dtype:
 class LossScale:
     """Megatron's loss scale: halved on overflow after the hysteresis, doubled after clean steps.
 
-    The hysteresis is refilled only when the scale grows: at the start, the first overflow changes
-    nothing and each further one halves the scale. Without --fp16 the scale stays 1.
+    The hysteresis is refilled only when the scale grows. With the default of 2, the first overflow
+    changes nothing and each one after it halves the scale. Without --fp16 the scale stays 1.
     """
 
     def __init__(self, p: Precision) -> None:

@@ -126,6 +126,8 @@ class Muon(OwnRule):
         self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]
     ) -> None:
         ahead, norms = self._advance(matrices, group)
+        # The norms are those of whole matrices, where the parameters are. Sections, and matrices
+        # that go to another device, get norms there.
         if form.sections or ahead.device != self.spread.device:
             x = orthogonalise_all(ahead.to(self.spread.device), form, group["ns_steps"])
         else:
@@ -250,7 +252,7 @@ def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
         out.append(x if ratio == 1 else x * ratio)
     if not form.sections:
         return out[0].view(ahead.shape)
-    # Back to the order of the rows: the groups, of each its sections.
+    # Back to the order of the rows: one group after the other, with the sections of each together.
     by_group = []
     for x, rows in zip(out, form.sections, strict=True):
         by_group.append(x.view(len(ahead), -1, rows, x.shape[-1]))
@@ -258,7 +260,7 @@ def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
 
 
 def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
-    """Return the matrices of parameters [n, *shape]: of each kind [count, rows, columns]."""
+    """Return the matrices of parameters [n, *shape], as [count, rows, columns] for each section."""
     if not form.sections:
         return [x.reshape(-1, *form.shape[-2:])]
     groups = x.view(len(x), -1, sum(form.sections), x.shape[-1])

@@ -204,7 +204,7 @@ def resume_schedule(
 ) -> tuple[Schedule, list[str]]:
     """Return the schedule to continue with and Megatron's nine log lines.
 
-    A difference raises UserError unless one of the two flags decides about it.
+    A difference raises SettingsError unless one of the two flags decides which value holds.
     """
     lines = []
     different = []
