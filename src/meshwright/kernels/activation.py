@@ -21,7 +21,7 @@ from meshwright.kernels.references import reference, upcast
 def activate(kind: str, u: Tensor, bias: Tensor | None = None) -> Tensor:
     """Map u [..., F], or (gate, up) [..., 2F] of a gated kind, to [..., F].
 
-    u includes the bias, but not as an input of its gradient: that is this function's.
+    The product before has added the bias to u, detached; the bias gets its gradient here.
     """
     return _Activate.apply(u, bias, kind)  # type: ignore[no-any-return,no-untyped-call]
 

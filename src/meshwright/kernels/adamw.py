@@ -27,8 +27,8 @@ from meshwright.kernels.references import reference
 BLOCK = 128
 KIND_BITS = 4
 KINDS = 1 << KIND_BITS
-# Elements of a decision, float32 [37]. FINITE is 1 or 0: without it, nothing changes. From OF_KINDS
-# on, a decay and a step size for each kind.
+# Elements of a decision, float32 [37]. FINITE is 1, or 0 in a step that must change nothing. From
+# OF_KINDS on, a decay and a step size for each kind.
 NORM, SHRINK, FINITE, FACTOR, INVERSE_ROOT, OF_KINDS = range(6)
 DECISION = OF_KINDS + 2 * KINDS
 
@@ -106,8 +106,8 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     """Count a step if the norm and the loss are finite; return the decision.
 
     `numbers` are tensors []: the sum of squared gradients, the loss, and as float64 the learning
-    rate, the weight decay and the loss scale, which the gradients still hold. `step` is Adam's t,
-    float32 [].
+    rate, the weight decay and the loss scale, by which the gradients are still multiplied. `step`
+    is Adam's t, float32 [].
     """
     total, loss, lr, weight_decay, scale = (x.double() for x in numbers)
     log1, log2, clip = constants[:3]

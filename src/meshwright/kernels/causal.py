@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # queries
-SCORES = 1 << 22  # of a block that are held at once, if that is no less than a sample's
-LENGTHS = range(64, 1025)  # for which it is faster
+SCORES = 1 << 22  # scores of a block that are held at once, but at least one sample's
+LENGTHS = range(64, 1025)  # of sequences, where this is faster than torch's kernel
 
 
 @functools.cache

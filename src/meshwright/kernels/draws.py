@@ -41,6 +41,6 @@ def uniforms(key: Tensor, position: Tensor, count: int) -> Tensor:
 
 
 def gumbel(key: Tensor, position: Tensor, count: int) -> Tensor:
-    """Return Gumbel variables [B, count], float64: -log(exponential variable), -log(1 - u)."""
+    """Return Gumbel variables [B, count], float64: -log(e) of exponential ones, e = -log(1 - u)."""
     exponential = -(1 - uniforms(key, position, count)).log()
     return -exponential.log()

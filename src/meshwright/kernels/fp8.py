@@ -11,9 +11,10 @@ the largest absolute values (amax) of earlier steps,
     scale = largest number / amax / 2^margin
 
 so the cast reads a tensor only once. Weights take their own amax, because those that start at zero
-double in a step. So does the first use of another tensor in each step until it was not all zeros:
-projections that start at zero make most gradients of the first steps zero. Formats are e4m3 (4 bits
-of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
+double in a step. Other tensors take their own at their first use, anew in each step until they are
+not all zeros: projections that start at zero make most gradients of the first steps zero. Formats
+are e4m3 (4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits,
+57,344).
 
 torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
 each tensor, and the transposed input, a byte a number, is all that is kept for backward. Where
@@ -44,7 +45,7 @@ from meshwright.kernels.references import is_triton, launcher, reference
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
+MULTIPLE = 16  # torch._scaled_mm's: of the dimension it sums over, and the second factor's other
 ROLES = ("input", "weight", "gradient")
 BEGINNING = 100  # steps in which a tensor that was all zeros may choose its first scale again
 Rest = TypeVar("Rest")
@@ -141,7 +142,7 @@ def multiply(
 ) -> Tensor:
     """Return a [M, K] @ b [N, K]^T times both scales, plus bias; a CPU computes it in float32.
 
-    `is_fast` lets the GPU round partial sums, which the weights' long sums over tokens forbid.
+    `is_fast` lets the GPU round partial sums; the gradients of weights are sums too long for that.
     """
     if devices.has_kernels(a.device):
         return torch._scaled_mm(
@@ -158,7 +159,7 @@ class Scales:
     """The scales of all tensors that a network multiplies in fp8, and their amaxes.
 
     `combine`, if set, replaces amaxes by their maximum over the processes that share the layers.
-    All tensors lie 16 bytes apart, as torch._scaled_mm demands of scales.
+    All of these numbers lie 16 bytes apart, as torch._scaled_mm demands of scales.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -170,8 +171,8 @@ class Scales:
         self.weight_casts: Any = None  # a table for Triton, once there is one
 
     def add(self, names: Iterable[str]) -> dict[str, Fp8Product]:
-        """Allocate the tensors of the named linear maps, and return these."""
-        # Three slots a linear map: its input, its weight, the gradient of its output.
+        """Allocate the numbers of the named linear maps, and return their products by name."""
+        # A linear map has three slots: its input, its weight, the gradient of its output.
         device = self.device
         largest: list[float] = []
         for name in names:
@@ -181,7 +182,7 @@ class Scales:
                 largest.append(LARGEST[self.recipe.format(role)])
         n = len(self.slots)
         self.largest = torch.tensor(largest, device=device)
-        # One number a row is used: a row of 4 float32 is the 16 bytes that scales lie apart.
+        # Of each row only the first number is used: 4 float32 are the 16 bytes between scales.
         self.amax = torch.zeros(n, 4, device=device)
         self.scale = torch.ones(n, 4, device=device)
         self.inverse = torch.ones(n, 4, device=device)
@@ -212,9 +213,9 @@ class Scales:
         make: Callable[[Into | None], tuple[Tensor, Rest]],
         is_training: bool,
     ) -> tuple[Cast, Rest]:
-        """Return a matrix in fp8 that `make` computes, and what else that returns.
+        """Return in fp8 the matrix that `make` computes, and the rest of what it returns.
 
-        Given None, it computes bfloat16: a tensor's own amax must be known before.
+        `make(None)` computes bfloat16, from which a first scale must be taken before the cast.
         """
         if not self.is_set[slot]:
             y, rest = make(None)
@@ -418,7 +419,7 @@ class Fp8Product:
             return
         weight = self.matrix
         slot = self.first + 1
-        # The first cast allocates, and takes its scale from the weight itself.
+        # The first cast allocates, and takes a scale from the weight if none was loaded.
         if self.cast is None or self.cast.rows.shape != weight.shape:
             self.cast = self.scales.cast(slot, weight, True, True)
             return

@@ -6,7 +6,7 @@
 What a product multiplies is written only in fp8, by the kernel that computes it, and transposed by
 another: 1 + 2 bytes a number, where bfloat16 and a cast have 2 + 4. These are single functions of
 autograd, which wants a gradient in the format of the tensor that it belongs to. Their results are
-those of the separate functions, bit for bit: numbers are rounded to bfloat16 before.
+those of the separate functions, bit for bit: numbers are rounded to bfloat16 before the cast.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def norm_mlp(
 
 
 def front_of(operands: Operands, weights: NormWeights, linear: Fp8Linear) -> _Front:
-    """Return what of a norm and a product is no tensor with a gradient."""
+    """Return a norm and a product without the tensors that have gradients."""
     rows = operands.rows if operands.p else None
     return _Front(linear.with_cast(), rows, operands.p, weights.eps, weights.plus, weights.centers)
 
@@ -185,7 +185,8 @@ class _NormMLP(torch.autograd.Function):
         *saved, u, transposed = ctx.saved_tensors
         product = ctx.front.product
         proj = ctx.proj
-        # The second product: its parameters come after the five of the front's, without pending.
+        # The second product, whose parameters come after the five of the front: ctx.parameters has
+        # neither residual nor pending.
         weight, bias = ctx.parameters[5:7]
         rows = norm.as_rows(grad)
         q = proj.scales.cast(proj.first + 2, rows, True, True)
@@ -193,7 +194,7 @@ class _NormMLP(torch.autograd.Function):
             bias = None
         of_bias = gradients.from_rows(bias, grad)
         da, of_weight = proj.differentiate(q, transposed, weight, grad.dtype)
-        # The activation, whose gradient is that of the first product.
+        # The activation, whose input is the first product's output.
         is_summed = ctx.needs_input_grad[-3]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:

@@ -31,7 +31,7 @@ class MainGrad(Protocol):
         """Return the total, shaped as the parameter, and whether to add to it, or overwrite it."""
 
     def end(self) -> None:
-        """Note that the total includes this gradient, or one of its parts, one for each use."""
+        """Note that the total has this gradient, or a part of it: there is one for each use."""
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:

@@ -39,7 +39,7 @@ BACKWARD = {
 
 
 def norm_tile(width: int) -> tuple[int, int]:
-    """Return the rows of the norm at a time, and its columns rounded up to a power of two."""
+    """Return how many rows a program of the norm takes at a time, and columns, a power of two."""
     block = power_of_2(width)
     return max(1, TILE // block), block
 

@@ -34,8 +34,8 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, T, columns] into q [B, T, heads, head_dim], k and v [B, T, groups, head_dim].
 
-    qkv includes the bias, but not as an input of its gradient: that is this function's. What is
-    returned may be a view of qkv.
+    The product before has added the bias to qkv, detached; the bias gets its gradient here. The
+    results may be views of qkv.
     """
     cos, sin = rotation if rotation is not None else (None, None)
     return _Split.apply(qkv, bias, cos, sin, sizes)  # type: ignore[no-any-return,no-untyped-call]
@@ -54,7 +54,7 @@ class _Split(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.parameter = bias
         ctx.sizes = sizes
-        # Autograd would keep track of views of an input, for writes in place; nobody writes.
+        # Detached: autograd would watch views of an input for writes in place, and nobody writes.
         return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
 
     @staticmethod

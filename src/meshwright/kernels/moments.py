@@ -1,10 +1,10 @@
 """Optimizer state in 16 or 8 bits, rounded at random by a hash of each element's place.
 
 Hand-written because no format of torch holds a second moment in 8 bits, and none rounds at random.
-To the nearest, a moment would stand still: with beta2 = 0.999 a step changes exp_avg_sq by a
-thousandth, and half a step of bfloat16 is four. So a number between two codes becomes the upper one
-with the probability of its distance from the lower one, and the mean of many steps is right. The
-draw is a hash of
+Rounded to the nearest, a moment would stand still: with beta2 = 0.999 a step changes exp_avg_sq by
+a thousandth, and half the distance between neighbours in bfloat16 is two to four. So a number
+between two codes becomes the upper one with the probability of its distance from the lower one, and
+the mean of many steps is right. The draw is a hash of
 
     (name of the parameter, position in the full tensor, number of the update)
 
@@ -20,8 +20,8 @@ A larger number becomes the largest code. A smaller one becomes 0 or the smalles
 the smallest, so that Adam does not divide a kept first moment by 0, unless it is below 2^-80, as
 are the squares of gradients that are 0 but for float64's rounding.
 
-Each of the formats of 8 bits has float32's bits above the third of the mantissa: a code is
-`(bits + draw) >> 21` less a constant. Its smallest exponent has no implicit 1, as usual.
+Both formats of 8 bits end with the second bit of float32's mantissa: a code is `(bits + draw) >>
+21` less a constant. Its smallest exponent has no implicit 1, as usual.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Rounding:
 
 
 def place_of(name: str, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Place:
-    """Return the place of a box of a full tensor: cut in one dimension, or in the first two."""
+    """Return the place of a box of a tensor: cut in one dimension, or in the first and another."""
     split = [d for d in range(len(full)) if sizes[d] != full[d]]
     cut = max(split, default=0)
-    # Elements that are consecutive in both lie in the dimensions from the last one that is cut on.
-    # Between them is one gap only if no dimension before is cut but the first.
+    # A run, consecutive in both tensors, spans the last dimension that is cut and those after it.
+    # All gaps between runs are equal only if no dimension before is cut but the first.
     if any(0 < d < cut for d in split):
         raise ValueError(f"{name}: a part {list(sizes)} of {list(full)} has no simple place")
     first = 0
@@ -146,7 +146,7 @@ def rounded(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
 
 
 def encoded(x: Tensor, dtype: torch.dtype, draws: Tensor | int) -> Tensor:
-    """Return float32 numbers as codes of 8 bits; `draws` of 21 bits is added to what they lack."""
+    """Return float32 numbers as codes of 8 bits; 21 bits of `draws` are added to those left out."""
     least, largest = INT8 if dtype is torch.int8 else UINT8
     size = x.abs()
     # float32's exponent, of bias 127, becomes 1 for `least`; 2 bits of mantissa follow it.
@@ -219,7 +219,8 @@ class BlockDraws(NamedTuple):
     """The draws for blocks of 128 elements that are consecutive in a compact state."""
 
     parts: Tensor  # int32 [blocks]: the number of each block's place
-    places: Tensor  # int32 [places, 5]; `low` is less the first element of its first block
+    # int32 [places, 5]; from `low` the first element of the place's first block is subtracted
+    places: Tensor
     step: Tensor
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.base import device as devices
 from meshwright.kernels.references import reference
 
-SMALLEST = 256  # rows; below, all of a product is four tiles of the kernel
+SMALLEST = 256  # rows; the kernel's tiles leave out nothing of a smaller product
 MULTIPLE = 16  # of the rows and columns of what the kernel takes
 
 

@@ -47,11 +47,11 @@ def on_all(group: ProcessGroup | None, device: torch.device, *steps: Step) -> st
 
 def map_memory_of(group: ProcessGroup) -> Any:
     """Return torch's module of symmetric memory, ready for the group."""
-    # Read when torch's module is imported, so it comes first.
+    # torch reads the variable when it imports this module, so it is set before.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric
 
-    # newer torch needs no call
+    # Newer torch has deprecated the call: it needs none.
     if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):
         symmetric.enable_symm_mem_for_group(group.group_name)
     return symmetric
@@ -67,8 +67,8 @@ def to_map_memory(
 ) -> str:
     """Return "" if the steps, which map memory and compare results, succeed on all ranks, or why.
 
-    `flag` names the ranks, a flag and its values that forbid and demand memory; `unworthy` says why
-    "auto" does without.
+    `flag` names the kind of ranks, a flag, and its values that forbid and demand mapped memory;
+    `unworthy` says why "auto" does without.
     """
     ranks, name, never, always = flag
     if wanted == never:

@@ -57,10 +57,10 @@ def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
 
 
 class StreamBarrier:
-    """Let the current stream write and wait: by `operations`, until those of all ranks come here.
+    """A rank's side of a barrier: each call lets the current stream write and wait as `listed`.
 
-    All barriers of one object must be submitted to one stream, or in an order that streams keep.
-    `kept` lives as long as the object.
+    All calls must be on one stream, or on several whose order is fixed. `kept` lives as long as the
+    object.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class StreamBarrier:
 
 
 def count_words(ranks: int) -> int:
-    """Return the words of a rank's barrier, and one to try whether streams can wait."""
+    """Count the words of a rank's barrier, and one to try whether streams can wait."""
     return 2 * ranks + 1
 
 
 def stream_barrier(words: list[Tensor], rank: int) -> StreamBarrier | None:
     """Return a barrier for one stream of each rank, or None where streams cannot wait.
 
-    `words` are what each rank has mapped for it, `count_words` of 4 bytes, which are 0.
+    `words` has the memory that each rank has mapped for it: `count_words` of 4 bytes, all 0.
     """
     own = words[rank]
     if own.device.type != devices.NVIDIA:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
-# Of a rank's rows, each multiplied and fetched alone: the fewest of which one is fetched while
-# another is multiplied, since each takes a barrier and makes products smaller.
+# A rank's rows are multiplied and fetched in so many pieces: the fewest that let one be fetched
+# while another is multiplied, since each more costs a barrier and makes the products smaller.
 PIECES = 2
 
 
@@ -82,7 +82,7 @@ class PlainMatmuls:
 
 
 class Arrivals(list[Arrival]):
-    """Several copies of one tensor, which it keeps until then, waited for together."""
+    """The ends of several copies from one tensor, which is kept until then."""
 
     def __init__(self, source: Tensor) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ class OverlappedMatmuls(PlainMatmuls):
     def send(self, x: Tensor, keeps_rows: bool) -> tuple[Tensor, Arrivals]:
         """Start to send contiguous rows to all ranks; return all ranks' rows, and how to wait.
 
-        The first of what is to be waited for are the rows of the rank before this one, then those
-        of the one before that, and so on.
+        The arrivals are in the order of the copies: first the rows of the rank before this one,
+        then those of the rank before that, and so on.
         """
         n, width = x.shape
         # Those of all ranks are consecutive.
@@ -222,6 +222,7 @@ class OverlappedMatmuls(PlainMatmuls):
                         with devices.use_stream(self.stream):
                             self.barrier()  # all have fetched, and may multiply anew
                             fetched.append(Arrival(self.stream))
+        # So that what comes next on this stream cannot overwrite sums before they are fetched.
         fetching[-1].wait()
         return comm.Started(y, None)
 

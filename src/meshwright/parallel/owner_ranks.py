@@ -141,8 +141,8 @@ class OwnerRanks:
         s = self.sharers
         mine = {i: elements(self.boxes(i, s.rank)) for i in members}
 
-        # Of some members, the parts (rank, member, elements) of those that this rank owns.
         def at_owner(some: list[int]) -> list[tuple[int, int, int]]:
+            """Return the parts (rank, member, elements) of those members that this rank owns."""
             parts = []
             for i in some:
                 if self.owners[i] == s.rank:

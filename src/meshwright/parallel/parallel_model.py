@@ -67,7 +67,7 @@ class ParallelModel:
             documents=b.doc_ids,
             heads=self.heads,
         )
-        # A context rank's tokens are some columns of each sample; attention sees all of them.
+        # A context rank's tokens are some columns of each sample; attention sees all columns.
         first = layout.at("cp") * t
         if layout.cp > 1:
             w.columns = torch.arange(first, first + t, device=device)

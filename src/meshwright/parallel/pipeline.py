@@ -149,7 +149,8 @@ class Pipeline:
                 results.append(output)
             else:
                 self._send_and_keep(output, self.stages[action.chunk], 1)
-                # the receiver may need another one first
+                # Let go of what has been sent, but wait for nothing: the receiver may need another
+                # message first.
                 while self.sent and self.sent[0][0].is_completed():
                     self.sent.pop(0)
 

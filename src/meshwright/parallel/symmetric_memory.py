@@ -8,9 +8,9 @@ one part of a bucket:
     barrier: all buckets are full | fetch the others' values of my part, and add them |
     barrier: all parts are added  | fetch the others' parts
 
-A barrier takes no multiprocessor (barrier.py). All of this is submitted to a stream of its own; of
-it, only the addition, which touches 3 / r of the bucket's bytes, needs some. A rank has fetched all
-it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
+All of this is submitted to a stream of its own. A barrier takes no multiprocessor (barrier.py);
+only the r - 1 additions do, each of which touches 3 / r of the bucket's bytes. A rank has fetched
+all it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
 
 Hand-written because torch has no sum of its symmetric memory by copy engines: its own operations
 on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
@@ -43,14 +43,14 @@ def submitting(stream: Any) -> Any:
 
 
 class Arrival:
-    """The end of what a stream has been given so far, in the form of torch's works."""
+    """The end of all work that a stream has been given so far, in the form of torch's `Work`."""
 
     def __init__(self, stream: Any) -> None:
         self.event = stream.record_event()
         self.device = stream.device
 
     def wait(self) -> None:
-        """Let all later work of this stream wait for it."""
+        """Let all later work of the current stream wait for it."""
         devices.current_stream(self.device).wait_event(self.event)
 
 

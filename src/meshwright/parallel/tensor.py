@@ -125,7 +125,7 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        # Of the gradient as it comes, which may know its sums.
+        # From the gradient as it comes, with which the sums of its columns may be kept.
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_x, rows = ctx.by.back_gather_multiply(grad[0], parameter)
         of_weight = gradients.from_product(ctx.parameter, rows, x)
@@ -244,7 +244,7 @@ def shard_layers(
         for name, matrix in matrices_of(m).items():
             is_first = matrix.pair == "first"
             block.get_submodule(name).product = column_parallel if is_first else row_parallel
-    if model.has_embedding or hasattr(model, "wte"):
+    if hasattr(model, "wte"):  # the first stage, and the last one if the head is tied
         model.wte = VocabularyRows(model.wte, layout.at("tp") * len(model.wte.weight), add_up)  # type: ignore[assignment]
     model.product = column_parallel
     return heads

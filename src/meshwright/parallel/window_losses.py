@@ -37,7 +37,7 @@ class WindowBatch(NamedTuple):
 
 
 AT_ONCE = 64  # full micro-batches whose windows are sorted by length and given to a scorer together
-WIDTH = 16  # few widths are few variants of a kernel
+WIDTH = 16  # micro-batches are multiples of this wide: few widths need few variants of a kernel
 
 # Micro-batches to [rows of all of them, 2 + ranges] float64 on the host: the nats of a row's
 # counted predictions, how many of these have the likeliest token as their label, and the nats of
@@ -178,17 +178,16 @@ def count_hits(
     group: ProcessGroup | None = None,
     column: int = 0,
 ) -> Tensor:
-    """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
+    """Return [B, 2 + ranges] float64, as a scorer does.
 
-    With ranges of positions, the nats of each follow; the first column of `rows` is at `column`.
-
-    The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
-    others. `rows` may be on the host, from where the places that count are sent without a wait.
+    For the ranges, the first column of `rows` is at position `column`. The logits [B, T, ...] may
+    cover only the ids from `first` on; the ranks of `group` have the others. `rows` may be on the
+    host, from where the places that count are sent without a wait.
     """
     flat = logits.flatten(0, 1)
     labels = rows.labels.flatten().to(logits.device)
     places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
-    # If only few places count; else a copy would take more time and memory than it saves.
+    # Only where few places count: else a copy would take more time and memory than it saves.
     if 2 * len(places) < len(flat):
         flat = flat[places]
         labels = labels[places]

@@ -90,7 +90,7 @@ def _adamw_decide(
     tl.store(decision + 2, is_finite.to(tl.float32))
     tl.store(decision + 3, (shrink / s).to(tl.float32))
     tl.store(decision + 4, root.to(tl.float32))
-    # Of each kind the decay and the step size.
+    # The decay and the step size of each kind.
     kind = 2 * tl.arange(0, KINDS)
     rates = tl.load(lr) * tl.load(constants + 3 + kind)
     decays = tl.load(weight_decay) * tl.load(constants + 4 + kind)

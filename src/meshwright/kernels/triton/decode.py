@@ -2,9 +2,9 @@
 
 A kernel of one row takes 2 to 5 us, of which its bytes need 0.5 to 2.5: the rest is its start, and
 the time in which it waits for the row. So a kernel lets the next one start at once (programmatic
-dependent launch, from Hopper on), which loads its weights and waits only then, in `_await_row`,
-until the kernels before it have ended. What those write is read after it, and nothing is written
-before it.
+dependent launch, from Hopper on). That one loads its weights, and only then waits, in `_await_row`,
+until the kernels before it have ended. It reads their results after that, and writes nothing
+before.
 
 Tests compare the kernels with the plain reference in Triton's interpreter, and on a GPU.
 """

@@ -67,7 +67,7 @@ def raise_amax(amax, high):
 def store_rounded(
     at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Store numbers in the format of `like`, or in fp8 of these; return amaxes raised to them."""
+    """Store numbers rounded to the format of `like`, or then to fp8; return the raised amaxes."""
     rounded = value.to(like.dtype.element_ty)
     if FP8:
         q, size = encode(rounded.to(tl.float32), by, LARGEST, WIDE)
@@ -184,9 +184,10 @@ def _fp8_cast_many(
 ):
     """Do what `_fp8_cast` does for each matrix of a table; moves the same bytes.
 
-    In: table int64 [n, 7]: where x, out and transposed are, in elements from the first ones, and
-    its scale and amax; rows, columns, first program; owners int32 [programs]: each program's row.
-    All but the last two are multiples of 16, so that threads load and store 16 bytes at once.
+    In: table int64 [n, 7]: where x, out and transposed are, in elements from the first matrix's;
+    the index of scale and amax; rows, columns, first program. owners int32 [programs]: each
+    program's row. Places, rows and columns are multiples of 16, so that threads load and store 16
+    bytes at once.
     """
     program = tl.program_id(0)
     row = table + tl.load(owners + program).to(tl.int64) * 7

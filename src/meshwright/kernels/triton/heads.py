@@ -157,7 +157,7 @@ def _rotate_heads(
     each per position, are read once per slot and `SAMPLES` samples, and come from the cache. For 32
     x 1,024 tokens and 16 heads of 64 an H200 moves 3.7 of its 4.8 TB/s.
     """
-    # A program of each group's queries, and one of its key; the value stays where it is.
+    # A program for each query of a group, and one for its key; the value stays where it is.
     group = tl.program_id(0) // (PER_GROUP + 1)
     member = tl.program_id(0) % (PER_GROUP + 1)
     is_query = member < PER_GROUP
@@ -236,7 +236,7 @@ def _pack_heads(
     1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate_heads`. `packed` may be fp8, a
     byte an element. As above an H200 moves 3.4 of its 4.8 TB/s, with fp8 2.6.
     """
-    # The slots of a row are those of the groups: queries, key, value. Only a value does not turn.
+    # A row's slots lie group by group: its queries, key and value. Only the value does not turn.
     group = tl.program_id(0) // (PER_GROUP + 2)
     member = tl.program_id(0) % (PER_GROUP + 2)
     is_query = member < PER_GROUP
