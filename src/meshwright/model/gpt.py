@@ -120,6 +120,7 @@ class GPT(nn.Module):
         self.wpe = Embedding(positions, m.hidden_size) if m.position == "learned" else None
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
+        # A block of a custom model need not say how the network ends.
         self.end = getattr(block, "end", Block.end)
         self.has_embedding = self.has_head = True
         # shape -> how many numbers a layer's attention draws

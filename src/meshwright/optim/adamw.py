@@ -49,11 +49,12 @@ class FlatAdamW:
         )
         self.draws = make_block_draws(places, self.step) if is_rounded(o) else None
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
+        # The state has the ranges one after the other, each a view that a checkpoint may fill.
         parts = zip(
             ranges, torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True
         )
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, m, v in parts}
-        self.counted = self.table[:, :0]
+        self.counted = self.table[:, :0]  # until `count` says which
 
     def count(self, ranges: list[adamw.FlatRange]) -> None:
         """Count these ranges in the norm, whatever their rule."""

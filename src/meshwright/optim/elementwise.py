@@ -43,6 +43,7 @@ class ElementwiseRule(OwnRule):
         for group in self.param_groups:
             for p in group["params"]:
                 state = [self.state[p][key] for key in self.keys]
+                # Views: what a chunk writes reaches the parameter and its state.
                 chunks = (x.detach().view(-1).split(CHUNK) for x in (p, p.grad, *state))
                 draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, *stored in zip(*chunks, strict=True):
@@ -58,6 +59,8 @@ class ElementwiseRule(OwnRule):
         draws: PlaceDraws | None,
         group: dict[str, Any],
     ) -> None:
+        # `skipped` is known on the device alone, so a step to be skipped is computed too, and then
+        # every number is replaced by itself.
         skipped = scalar(self.found_inf, weight)
         now = gradient / scalar(self.grad_scale, weight)
         old = [moments.expanded(x, weight.dtype) for x in stored]
@@ -111,6 +114,7 @@ class SGD(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
+        # The new momentum: the old one, faded, the gradient and the decay.
         ahead = weight * scalar(group["weight_decay"], weight)
         ahead.add_(gradient)
         ahead.add_(state[0] * self.momentum)
@@ -148,5 +152,5 @@ class Lion(ElementwiseRule):
         decay = scalar(1 - lr * group["weight_decay"], weight)
         rate = scalar(lr, weight)
         new = muon.moved(weight, ahead.sign_(), decay, rate, self.is_cautious)
-        del ahead
+        del ahead  # before the moment's terms take as much memory
         return new, moment * self.beta2 + gradient * (1 - self.beta2)

@@ -52,7 +52,11 @@ class LossScale:
             self.scale = self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
-        """Whether an overflow only skips a step: not at the minimum, nor 20 times in a row."""
+        """Whether an overflow at this scale is harmless, as it only skips a step.
+
+        It is not where a dynamic scale cannot fall further, nor, with a fixed one, 20 times in a
+        row.
+        """
         return scale > self.p.min_loss_scale if self.dynamic else self.in_a_row < 20
 
     def state(self) -> dict[str, Any]:

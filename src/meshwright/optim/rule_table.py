@@ -156,6 +156,7 @@ def muon_flops(short: int, long: int, steps: int) -> float:
 
 def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
     """Give each number to the rank with the least load so far, the costliest first."""
+    # Of equal costs the lower number comes first, so that all ranks find the same owners.
     out = {}
     for i in sorted(costs, key=lambda i: (-costs[i], i)):
         rank = out[i] = min(range(len(loads)), key=loads.__getitem__)
