@@ -45,7 +45,9 @@ from meshwright.kernels.references import is_triton, launcher, reference
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-MULTIPLE = 16  # torch._scaled_mm's: of the dimension it sums over, and the second factor's other
+# torch._scaled_mm takes only multiples of this for the dimension that it sums over, and for the
+# other one of its second factor.
+MULTIPLE = 16
 ROLES = ("input", "weight", "gradient")
 BEGINNING = 100  # steps in which a tensor that was all zeros may choose its first scale again
 Rest = TypeVar("Rest")

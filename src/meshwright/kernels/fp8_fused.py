@@ -61,7 +61,7 @@ def norm_mlp(
 
 
 def front_of(operands: Operands, weights: NormWeights, linear: Fp8Linear) -> _Front:
-    """Return a norm and a product without the tensors that have gradients."""
+    """Gather what a norm and a product need, except for the tensors that have gradients."""
     rows = operands.rows if operands.p else None
     return _Front(linear.with_cast(), rows, operands.p, weights.eps, weights.plus, weights.centers)
 

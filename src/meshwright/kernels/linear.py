@@ -57,7 +57,10 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        return grad, gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[1] else None
+        of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_bias = gradients.from_rows(ctx.bias, grad)
+        return grad, of_bias
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -135,7 +135,7 @@ def differentiate(
     parameters: Sequence[Tensor | None],
     shape: torch.Size,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of residual, pending, the norm's weight and bias, and the bias.
+    """Return the gradients of residual, pending, the norm's weight and bias, and the added bias.
 
     Pending's comes with its column sums, in case a product has added a bias to pending before.
     """
@@ -186,7 +186,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of residual and pending, and partial sums [3, n, width].
 
-    The sums are the gradients of the norm's weight, its bias, and the bias.
+    They add up to the gradients of the norm's weight, its bias, and the added bias.
     """
     # The normalised rows again, and the gradient of these.
     z = upcast(saved.x)

@@ -97,7 +97,7 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
     # Odd 64-bit multipliers, as in splitmix64: they spread numbers that are near over all bits.
     mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
-    # 63 bits of the hash are the seed, which so is no negative number, signed or not.
+    # Only 63 bits of the hash are the seed: it is not negative as a signed number either.
     if devices.counts_draws(device):
         devices.seed_generator(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
     else:

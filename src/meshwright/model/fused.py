@@ -52,7 +52,9 @@ class FusedBlock(Block):
         attn = self.attn
         qkv = apply_unbiased(attn.qkv, y)
         q, k, v = split_heads(qkv, self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
-        return y.to(x.dtype) if self.post_norm else x, q, k, v
+        if self.post_norm:
+            x = y.to(x.dtype)
+        return x, q, k, v
 
     def transform(self, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the stream after attention and the MLP's output.

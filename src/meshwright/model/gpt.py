@@ -80,8 +80,10 @@ class Block(nn.Module):
         branch = self.attn(y, shared)
         stream = join(y.to(x.dtype) if self.post_norm else x, branch, after, self.p)
         z = self.ln_2(x if self.parallel else stream)
+        if self.post_norm:
+            stream = z.to(x.dtype)
         # The MLP's output is left pending for the next block's first join.
-        return z.to(x.dtype) if self.post_norm else stream, self.mlp(z)
+        return stream, self.mlp(z)
 
     @staticmethod
     def end(
@@ -352,7 +354,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             is_less = m.apply_layernorm_1p and kind.startswith("ln_")
             p.fill_(factor - 1.0 if is_less else factor)
         else:
-            # 63 bits of the hash are the seed, which so is no negative number, signed or not.
+            # Only 63 bits of the hash are the seed: it is not negative as a signed number either.
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             random = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

@@ -92,7 +92,7 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
     dropped = m.attention_dropout > 0 and where.samples is not None
     needs_mask = m.position == "alibi" or where.documents is not None or bool(window and dropped)
 
-    # FlexAttention has no dropout, and generation does without it.
+    # FlexAttention has no dropout, and generation uses other kernels.
     allows_flex = flex and m.attention_impl != "reference" and cached is None and not dropped
     make: Callable[[int], Mask]
     if cached is not None and seen:

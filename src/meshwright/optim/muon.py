@@ -81,7 +81,7 @@ class Spread:
     """
 
     forms: list[MatrixForm]  # of the parameters
-    device: torch.device  # which orthogonalises; parameters and moments may be on the host
+    device: torch.device  # of the iterations; parameters and moments may be on the host
     exchange: Exchange | None = None
 
 

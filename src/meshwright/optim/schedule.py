@@ -98,7 +98,7 @@ class ScheduleValue(NamedTuple):
     """How a field of Schedule is named when a run is resumed."""
 
     title: str  # in Megatron's log
-    flags: str  # that set it
+    flags: str  # the flags that set it
     length: str = ""  # name in an error, of a value counted in samples
     is_megatrons: bool = True  # otherwise it is logged only if it differs
 

@@ -97,7 +97,7 @@ def stream_barrier(words: list[Tensor], rank: int) -> StreamBarrier | None:
     if own.device.type != devices.NVIDIA:
         return None
     try:
-        last = own[-1:].data_ptr()  # which no barrier uses
+        last = own[-1:].data_ptr()  # a word that no barrier uses
         StreamBarrier([(WRITE, last, 1), (WAIT, last, 1)], own.device)()
         return StreamBarrier(operations([x.data_ptr() for x in words], rank), own.device, words)
     except (AttributeError, OSError, RuntimeError):  # an AMD GPU, or an old driver

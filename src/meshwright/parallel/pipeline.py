@@ -100,7 +100,7 @@ class Pipeline:
 
         `before_backward` is called before each backward pass with whether it is its stage's last.
         """
-        passes: dict[tuple[int, int], ForwardPass] = {}  # whose backward pass is to come
+        passes: dict[tuple[int, int], ForwardPass] = {}  # those whose backward pass is to come
         losses: list[Tensor] = []
         actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
         most = most_sent(len(self.parts))

@@ -91,7 +91,7 @@ def aligned(size: int, parts: int = 1) -> int:
 def rows(shape: Sequence[int], ranks: int, position: int = 0) -> tuple[int, int, int]:
     """Return a rank's rows with ZeRO 3: the dimension that is cut, the first row, their number.
 
-    It is the first dimension, or the second of a gate's [2, F, H] where ranks outnumber the first.
+    It is the first dimension, or the second of a gate's [2, F, H] if more than two ranks divide F.
     """
     dimension = 0
     if len(shape) > 1 and shape[0] < ranks and shape[1] % ranks == 0:

@@ -178,7 +178,7 @@ def count_hits(
     group: ProcessGroup | None = None,
     column: int = 0,
 ) -> Tensor:
-    """Return [B, 2 + ranges] float64, as a scorer does.
+    """Return [B, 2 + ranges] float64: what a `Scorer` returns for these rows.
 
     For the ranges, the first column of `rows` is at position `column`. The logits [B, T, ...] may
     cover only the ids from `first` on; the ranks of `group` have the others. `rows` may be on the

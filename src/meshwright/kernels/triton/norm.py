@@ -121,7 +121,7 @@ def _norm_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Set of_residual, of_pending, and partials [3, programs, C]: norm's weight, its bias, bias.
+    """Set of_residual, of_pending, and partials [3, programs, C]: norm's weight, bias; added bias.
 
     dx, means (RMSNorm), rows and one of the two gradients may be None. Each program takes every
     n-th group of rows and keeps its sums in registers. Bytes moved for each element: E + 3 R, and E
