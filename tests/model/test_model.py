@@ -721,7 +721,7 @@ def test_flex_attention_is_compiled_once_for_a_shape(alibi, monkeypatch):
             where = Positions(documents=documents)
             dense = positions.share(m, where, documents, torch.float32, False)
             slopes = positions.slopes_of(m, None, q.device).float() if alibi else None
-            blocks = positions.block_mask(documents, length, q.device)
+            blocks = positions.block_mask(documents, length, q.device, 0)
             want = attention.fused(q, k, v, dense.mask, None, 0.0)
             torch.testing.assert_close(attention.fused(q, k, v, blocks, slopes, 0.0), want)
     attention.compiled_flex.cache_clear()

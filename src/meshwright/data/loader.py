@@ -123,7 +123,8 @@ class Samples(FileSamples):
         counts = last - first + 1
         stops = counts.cumsum()
         starts = stops - counts
-        places = np.arange(stops[-1]) + np.repeat(first - starts, counts)
+        places = np.arange(stops[-1])
+        places += np.repeat(first - starts, counts)
         documents = self.doc_idx[places]
 
         # Their tokens; a sample's first and last document are cut.
@@ -136,7 +137,8 @@ class Samples(FileSamples):
         if indexed.is_sparse:
             indexed.need(ranges)
         pieces = [indexed.tokens[a:b] for a, b in ranges]
-        return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
+        flat = np.concatenate(pieces, dtype=np.int64, casting="unsafe")
+        return flat.reshape(len(j), -1)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         require_sample(k, len(self))
@@ -350,21 +352,24 @@ class Loader:
     def read_step(self, first: int, samples: int) -> list[Batch]:
         """Return this rank's slice of each block of the step."""
         size = self.spec.micro_batch
-        starts = range(first + self.spec.rank * size, first + samples, size * self.spec.ranks)
+        end = first + samples
+        # A block has a micro-batch for each rank.
+        starts = range(first + self.spec.rank * size, end, size * self.spec.ranks)
         numbers = [n for start in starts for n in range(start, start + size)]
         if numbers[-1] >= len(self.dataset) and self.spec.at_end == "raise":
             raise bad_data(
-                f"the step needs samples {first} to {first + samples - 1}, but the data set has {len(self.dataset)}; "
+                f"the step needs samples {first} to {end - 1}, but the data set has {len(self.dataset)}; "
                 "it was built for fewer steps"
             )
         text = self.read_tokens(numbers)
         tokens = text[:, 0] if self.spec.packed else text
         if tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
             raise self.unknown_id(numbers, tokens)
-        return [
-            self.make_batch(numbers[k : k + size], text[k : k + size])
-            for k in range(0, len(numbers), size)
-        ]
+        batches = []
+        for k in range(0, len(numbers), size):
+            some = slice(k, k + size)
+            batches.append(self.make_batch(numbers[some], text[some]))
+        return batches
 
     def read_tokens(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return the samples of a step, stacked; read at once where the data set can."""

@@ -129,9 +129,12 @@ def split_bounds(split: Split, n: int, arithmetic: str) -> list[int]:
     """Return the borders of train, validation and test among n documents: 0, a, b, n."""
     total = sum(split.shares)
     parts = [share / total for share in split.shares]
+    # Borders are rounded, or the parts between them.
     if arithmetic == "cumulative":
-        return [round(share * float(n)) for share in accumulate(parts, initial=0.0)]
-    bounds = list(accumulate(round(part * float(n)) for part in parts))
+        ends = accumulate(parts, initial=0.0)
+        return [round(end * float(n)) for end in ends]
+    sizes = [round(part * float(n)) for part in parts]
+    bounds = list(accumulate(sizes))
     # What rounding has given too much or too little, which Megatron takes from all borders.
     excess = bounds[-1] - n
     # A border below 0 would take documents from the end.
@@ -234,7 +237,8 @@ def fill_rows(x: Ints, first: int) -> None:
     for begin in range(0, x.shape[1], BLOCK):
         part = x[:, begin : begin + BLOCK]
         value = first + begin
-        part[:] = np.arange(value, value + part.shape[1], dtype=x.dtype)
+        end = value + part.shape[1]
+        part[:] = np.arange(value, end, dtype=x.dtype)
 
 
 def shuffle(rng: np.random.RandomState, x: Ints, border: int, compiled: ModuleType | None) -> None:

@@ -147,10 +147,11 @@ class GPT2BPE(Tokenizer):
     @functools.cached_property
     def _ranked_ids(self) -> list[int]:
         """All ids except the end of document; none unless they are merge ranks, in order."""
-        merged = [self._vocab[left + right] for left, right in self._merges]
-        if not all(a < b for a, b in pairwise(merged)):
+        ids = self._vocab
+        merged = [ids[left + right] for left, right in self._merges]
+        if merged != sorted(set(merged)):
             return []
-        return [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged
+        return [ids[symbol] for symbol in vocabularies.byte_symbols()] + merged
 
     def _make_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -801,7 +802,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
     if not isinstance(vocab, dict) or any(type(i) is not int for i in vocab.values()):
         raise bad_data(f"{path} is not a vocabulary, one JSON object of token: id")
     size = len(vocab)
-    if set(vocab.values()) != set(range(size)):
+    if sorted(vocab.values()) != list(range(size)):
         raise bad_data(f"{path} has {size} tokens whose ids are not 0 ... {size - 1}")
     return vocab
 

@@ -146,15 +146,16 @@ class SentencePiece(Tokenizer):
         self.eod = find_end(path, self.special, end)
 
         # The bytes of each; some ids above the model's are free.
-        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces]
-        self._bytes += [b""] * (self.size - len(ids))
+        texts = [piece.replace(SPACE, " ").encode() for piece in pieces]
+        texts += [b""] * (self.size - len(ids))
         for i in ids:
             if model.is_byte(i):  # <0x0A>
-                self._bytes[i] = bytes([int(pieces[i][3:5], 16)])
+                texts[i] = bytes.fromhex(pieces[i][3:5])
         unknown = model.unk_id()
-        self._bytes[unknown] = model.decode([unknown]).encode()
+        texts[unknown] = model.decode([unknown]).encode()
         for word, i in self.special.items():
-            self._bytes[i] = word.encode()
+            texts[i] = word.encode()
+        self._bytes = texts
 
         # Decoding drops the space that the model puts before a text, or that it would remove.
         beginning = model.normalize("a")

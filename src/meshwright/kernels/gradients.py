@@ -31,7 +31,7 @@ class MainGrad(Protocol):
         """Return the total, shaped as the parameter, and whether to add to it, or overwrite it."""
 
     def end(self) -> None:
-        """Note that the total includes this gradient, or one of its parts, one for each use."""
+        """Note that the total has this gradient, or a part of it: there is one for each use."""
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:
@@ -67,19 +67,19 @@ def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[
     """
     out: list[Tensor | None] = []
     places: list[Total | None] = []
+    # Each vector's sums go into its total, or into a new gradient in its own format.
     for parameter in parameters:
+        place = grad = None
         main_grad = None if parameter is None else main_grad_of(parameter)
         if main_grad is not None:
             total, adds = main_grad.begin()
-            places.append((total.view(-1), adds))
-            out.append(None)
+            place = total.view(-1), adds
         elif parameter is not None:
-            grad = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            places.append((grad.view(-1), False))
-            out.append(grad)
-        else:
-            places.append(None)
-            out.append(None)
+            grad = torch.empty_like(parameter, requires_grad=False)
+            place = grad.view(-1), False
+        places.append(place)
+        out.append(grad)
+    # One launch for all of them.
     reduce_into(places, partials)
     for parameter in parameters:
         if parameter is not None and (main_grad := main_grad_of(parameter)) is not None:
@@ -95,6 +95,7 @@ def with_sums(x: Tensor, partials: Tensor) -> Tensor:
 
 def column_sums(x: Tensor) -> Tensor:
     """Return partial sums [n, C] of the rows of x [..., C]; those kept with an unchanged x."""
+    # A write in place raises the version: the sums would be those of what x was.
     sums, version = getattr(x, "column_sums", (None, 0))
     if isinstance(sums, Tensor) and version == x._version:
         return sums
@@ -125,5 +126,6 @@ def clip_and_check(
     clip. The first two results are of the format `dtype`.
     """
     norm = (squares.sqrt() / scale).to(dtype)
+    # As torch.nn.utils.clip_grad_norm_, with its 1e-6.
     shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     return norm, shrink, norm.float().isfinite() & loss.isfinite()

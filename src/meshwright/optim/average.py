@@ -31,6 +31,7 @@ class MovingAverage:
 
     def update(self, is_finite: Tensor) -> None:
         """Follow an update of the weights, if it was applied."""
+        # A skipped update counts 0, so that its step is 0 too.
         applied = is_finite.to(self.count)
         self.count += applied
         decay = ((1 + self.count) / (10 + self.count)).clamp(max=self.decay)

@@ -8,8 +8,8 @@ works against the update:
     w <- w - lr (u + weight decay w [u w >= 0])
 
 A chunk of a parameter is updated at a time, so that no more than that exists in float32 beside the
-parameter. The new weights follow from the new state before this is rounded. AdamW is for where its
-kernel over flat buffers does not run.
+parameter. The new weights follow from the new state before this is rounded. The AdamW here serves
+where the kernel over flat buffers does not run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshwright.kernels.moments import PlaceDraws
 from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import CHUNK, STATE
 
-# In float64, by which layouts are compared, what is smaller has no sign: it is 0 but for rounding,
-# such as the gradient of a bias of keys, and its sign would depend on the order of sums.
+# In float64, in which layouts are compared, a smaller number counts as 0. It would be 0 but for
+# rounding, as the gradient of the keys' bias, and its sign would depend on the order of sums.
 ROUNDING = 1e-13
 
 
@@ -43,6 +43,7 @@ class ElementwiseRule(OwnRule):
         for group in self.param_groups:
             for p in group["params"]:
                 state = [self.state[p][key] for key in self.keys]
+                # Views: what a chunk writes reaches the parameter and its state.
                 chunks = (x.detach().view(-1).split(CHUNK) for x in (p, p.grad, *state))
                 draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, *stored in zip(*chunks, strict=True):
@@ -58,6 +59,8 @@ class ElementwiseRule(OwnRule):
         draws: PlaceDraws | None,
         group: dict[str, Any],
     ) -> None:
+        # `skipped` is known on the device alone, so a step to be skipped is computed too, and then
+        # every number is replaced by itself.
         skipped = scalar(self.found_inf, weight)
         now = gradient / scalar(self.grad_scale, weight)
         old = [moments.expanded(x, weight.dtype) for x in stored]
@@ -111,6 +114,7 @@ class SGD(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
+        # The new momentum: the old one, faded, the gradient and the decay.
         ahead = weight * scalar(group["weight_decay"], weight)
         ahead.add_(gradient)
         ahead.add_(state[0] * self.momentum)
@@ -148,5 +152,5 @@ class Lion(ElementwiseRule):
         decay = scalar(1 - lr * group["weight_decay"], weight)
         rate = scalar(lr, weight)
         new = muon.moved(weight, ahead.sign_(), decay, rate, self.is_cautious)
-        del ahead
+        del ahead  # before the moment's terms take as much memory
         return new, moment * self.beta2 + gradient * (1 - self.beta2)

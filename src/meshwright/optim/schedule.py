@@ -47,6 +47,7 @@ class Schedule:
     def _left(self, samples: int) -> float:
         """Return the position between the lowest rate (0) and the highest (1)."""
         style = self.style
+        # `ratio` is the part of the fall that is over.
         if style == "WSD":  # stable, then a final decay in a style of its own
             style = self.wsd_style
             begin = self.decay - self.wsd_samples
@@ -97,7 +98,7 @@ class ScheduleValue(NamedTuple):
     """How a field of Schedule is named when a run is resumed."""
 
     title: str  # in Megatron's log
-    flags: str  # that set it
+    flags: str  # the flags that set it
     length: str = ""  # name in an error, of a value counted in samples
     is_megatrons: bool = True  # otherwise it is logged only if it differs
 
@@ -204,7 +205,7 @@ def resume_schedule(
 ) -> tuple[Schedule, list[str]]:
     """Return the schedule to continue with and Megatron's nine log lines.
 
-    A difference raises UserError unless one of the two flags decides about it.
+    A difference raises SettingsError unless one of the two flags decides which value holds.
     """
     lines = []
     different = []
@@ -224,11 +225,13 @@ def resume_schedule(
             values[name] = new
             lines.append(f" > overriding {value.title} value to {new}")
             continue
-        matters = name != "wd_samples" or has_ramp  # else the decay has no length
+        # Without a ramp the weight decay's length says nothing: ours may differ, and holds.
+        matters = name != "wd_samples" or has_ramp
         if new != old and matters and not takes_saved:
             different.append(describe_difference(name, before, ours, c))
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
+    # One error lists all differences, and the flags that decide between the two schedules.
     if different:
         head = "the schedule differs from the checkpoint's"
         override = "add {override_opt_param_scheduler=True}"

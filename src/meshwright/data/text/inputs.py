@@ -214,7 +214,8 @@ class Inputs:
             return [f"warning: {undecoded / lines:.0%} of {lines:,} lines are {name}; {cure}"]
         left = sum(count for count, _ in self.bad.values())
         if least < left < lines:
-            return [f"warning: {left / lines:.0%} of {lines:,} lines were left out"]
+            share = left / lines
+            return [f"warning: {share:.0%} of {lines:,} lines were left out"]
         return []
 
     def opened(self) -> Iterator[str]:

@@ -298,9 +298,11 @@ class Share:
         self.totals = Totals([[0, 0, 0]] * len(self.paths), self.settings.on_error)
         sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
+        # A shard is a range of bytes of all inputs together.
         number, count = preparation.shard
-        self.begin = self.offsets[-1] * number // count
-        self.end = self.offsets[-1] * (number + 1) // count
+        total = self.offsets[-1]
+        self.begin = total * number // count
+        self.end = total * (number + 1) // count
 
     def encode_all(self) -> Totals:
         """Encode all pieces and write the pairs of files."""
@@ -479,9 +481,14 @@ def report(preparation: PreprocessPlan, totals: Totals, stdout: TextIO, stderr: 
             advice = advise_on_documents(sizes, p.document_length, is_plain)
             if blank := totals.documents - sequences:
                 lacking = f" ({blank:,} without text, which have no sequence)"
-        counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens{largest}"
-        size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
-        print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
+        line = (
+            f"wrote {prefix}.bin/.idx: "
+            f"{totals.documents:,} documents{lacking}, "
+            f"{sequences:,} sequences, "
+            f"{tokens:,} tokens{largest}, "
+            f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
+        )
+        print(fit(line, stdout), file=stdout)
         for line in advice:
             print(fit(line, stderr), file=stderr)
 
