@@ -58,7 +58,8 @@ TRAINED = "--mock-data --train-iters 1 --lr 1e-3 --vocab-size 128 --hidden-size 
 TRAINED += "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --hidden-dropout 0 --attention-dropout 0 "
 TRAINED += "--cuda-graphs off --compile off"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-DISK_BYTES, LINK_SECONDS = 1 << 28, 60
+DISK_BYTES = 1 << 28
+LINK_SECONDS = 60
 
 
 class Sizes(NamedTuple):
@@ -70,7 +71,8 @@ class Sizes(NamedTuple):
     elements: int  # of passes over memory
 
 
-SMALL, LARGE = Sizes(512, (512, 768), 512, 1 << 22), Sizes(16384, (1024, 2048, 4096), 2048, 1 << 27)
+SMALL = Sizes(512, (512, 768), 512, 1 << 22)
+LARGE = Sizes(16384, (1024, 2048, 4096), 2048, 1 << 27)
 
 
 def calibrate(wanted: str, folder: Path) -> Path:
@@ -87,7 +89,8 @@ def calibrate(wanted: str, folder: Path) -> Path:
     if known.name == "cpu":
         peaks, bandwidth = rates, copied
     else:
-        peaks, bandwidth = dict(known.peaks), max(known.bandwidth, copied)
+        peaks = dict(known.peaks)
+        bandwidth = max(known.bandwidth, copied)
 
     # The shares of these that are reached.
     main = "float32" if is_cpu else "bfloat16"
@@ -268,7 +271,8 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     side = 1024 if device.type != "cpu" else 128
     x, small = (torch.randn(n, n, device=device, dtype=dtype) for n in (side, 256))
-    y, out_of_small = torch.empty_like(x), torch.empty_like(small)
+    y = torch.empty_like(x)
+    out_of_small = torch.empty_like(small)
     calls = 100
 
     def repeat(run: Callable[[], object]) -> None:
@@ -372,7 +376,8 @@ def within(known: LinkSpeed, measured: Mapping[str, float]) -> dict[str, float]:
 
 
 def disk_per_second(folder: Path) -> float:
-    path, data = folder / "disk", os.urandom(1 << 20) * (DISK_BYTES >> 20)
+    path = folder / "disk"
+    data = os.urandom(1 << 20) * (DISK_BYTES >> 20)
     begun = time.perf_counter()
     with open(path, "wb") as file:
         file.write(data)

@@ -97,7 +97,8 @@ class BenchConfig:
 
 def main(argv: Wording) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    words, extra = argv[:at], argv[at + 1 :]
+    words = argv[:at]
+    extra = argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
     for word in extra:
         name = word.partition("=")[0].replace("_", "-")

@@ -48,7 +48,8 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         return {"name": name, "failed": f"not measured: pip install {names}"}
     folder = plan.folder(row) / name
     folder.mkdir(parents=True)
-    results, console = folder / "found.jsonl", folder / "console.txt"
+    results = folder / "found.jsonl"
+    console = folder / "console.txt"
     steps = min(plan.steps_of(row), PEER_STEPS)
     words = ["--vocab-size", str(row.vocabulary), *row.flags.split()]
     request = {"program": name, "flags": words, "micros": row.peers, "steps": steps}

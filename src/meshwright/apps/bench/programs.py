@@ -73,7 +73,10 @@ class Trial:
     """Runs steps of one program with micro-batches of any size."""
 
     def __init__(self, step: PeerStep, length: int, ids: int, device: torch.device) -> None:
-        self.step, self.length, self.ids, self.device = step, length, ids, device
+        self.step = step
+        self.length = length
+        self.ids = ids
+        self.device = device
         self.losses: list[float] = []
 
     def speed(self, micro: int, steps: int) -> float:
@@ -175,7 +178,8 @@ def decay_groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
 def transformers(
     config: TrainConfig, padded: int, device: torch.device, compiled: bool = False
 ) -> PeerStep:
-    o, length = config.optimizer, config.data.seq_length or 0
+    o = config.optimizer
+    length = config.data.seq_length or 0
     with device:
         network = transformers_network(config.model, length, padded).train()
     groups = decay_groups(network, o.weight_decay)
@@ -246,7 +250,8 @@ def megatron_layers() -> Any:
 def use_torch_in_megatron(optimizer: Any = None) -> None:
     """Replace megatron-core's loops over gradients, then its optimizer's loop over parameters."""
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
-    clip.l2_norm_impl, clip.multi_tensor_scale_impl = foreach_norm, foreach_scale
+    clip.l2_norm_impl = foreach_norm
+    clip.multi_tensor_scale_impl = foreach_scale
     for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else []):
         for group in part.optimizer.param_groups:
             group |= {"fused": True, "foreach": False}
@@ -259,7 +264,8 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     gpt: Any = importlib.import_module("megatron.core.models.gpt")
     module: Any = importlib.import_module("megatron.core.transformer.module")
     transformer: Any = importlib.import_module("megatron.core.transformer.transformer_config")
-    m, length = config.model, config.data.seq_length or 0
+    m = config.model
+    length = config.data.seq_length or 0
     kind = (m.position, m.norm_bias, m.activation, m.add_bias_linear, m.use_parallel_residual)
     if kind != ("learned", True, "gelu-tanh", True, False) or m.windowed_layers:
         raise UserError("megatron-core is compared on GPT-2's network only")

@@ -116,7 +116,8 @@ def of_layouts(gpus: int) -> list[BenchRow]:
     # Without interleaving and sequence parallelism, as other programs are compared.
     by_stages = "--pipeline-model-parallel-size 2 --pipeline-layout 13,11 --zero-stage 1"
     by_columns = "--tensor-model-parallel-size 2 --zero-stage 1"
-    a, c = f"{A} {DRY}", f"{C} {DRY}"
+    a = f"{A} {DRY}"
+    c = f"{C} {DRY}"
     return [
         row("345M", a, 32),
         row(f"345M DP{gpus}", a, 32, 32 * gpus, gpus=gpus, beside="345M"),
@@ -204,7 +205,8 @@ def of_seeds() -> list[BenchRow]:
 def preset(name: str, cut: bool = True) -> BenchRow:
     """Return a preset's row: with `cut`, at most eight of its micro-batches a step."""
     values = PRESETS[name]
-    micro, batch = values["micro_batch_size"], values["global_batch_size"]
+    micro = values["micro_batch_size"]
+    batch = values["global_batch_size"]
     if cut:
         batch = min(batch, 8 * micro)
     precision = "" if values.get("fp16") else " --bf16"

@@ -66,10 +66,12 @@ class BenchPlan:
         """Return the flags of the data, and of the vocabulary if nothing else names one."""
         words = " ".join([row.flags, *self.extra])
         if self.data is None:
-            flags, vocabulary = ["--mock-data"], str(row.vocabulary)
+            flags = ["--mock-data"]
+            vocabulary = str(row.vocabulary)
             is_named = "--vocab-size" in words
         else:
-            flags, vocabulary = ["--data-path", self.data], GPT2_IDS
+            flags = ["--data-path", self.data]
+            vocabulary = GPT2_IDS
             has_own = tokenizers.find_of_data([self.data])
             is_named = bool(has_own or re.search("--(tokenizer|vocab)", words))
         return flags if is_named else [*flags, "--vocab-size", vocabulary]
@@ -134,8 +136,12 @@ def run_to_end(
     row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]
 ) -> tuple[float | None, int, float]:
     """Run the command; return the time of its first step, its status and the time of its start."""
-    folder, command = plan.folder(row), plan.command(row)
-    first, began, steps, end = None, time.time(), 0, 0
+    folder = plan.folder(row)
+    command = plan.command(row)
+    first = None
+    began = time.time()
+    steps = 0
+    end = 0
     with open(folder / "console.txt", "w") as console:
         words = [sys.executable, "-m", "meshwright", *command]
         run = subprocess.Popen(

@@ -103,7 +103,9 @@ def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
 
     from meshwright.apps.pages.plot import INK, LINE, POINT
 
-    names, speeds, colours = list[str](), list[float](), list[str]()
+    names = list[str]()
+    speeds = list[float]()
+    colours = list[str]()
     for r in results:
         if r["failed"]:
             continue

@@ -84,7 +84,9 @@ class JsonDocuments:
     """The documents of several files of JSON lines, by number, read from the files when needed."""
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
-        self.paths, self.key, self.bad = paths, key, bad
+        self.paths = paths
+        self.key = key
+        self.bad = bad
         self.first_bad: Rejected | None = None
         self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
         self.size = sum(len(self.content(number)) for number in range(len(paths)))
@@ -299,7 +301,8 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         documents.append(order[is_shared])
         buckets.append(number[is_shared] + first)
         first += int(number[-1]) + 1
-    sharing, number = np.concatenate(documents), np.concatenate(buckets)
+    sharing = np.concatenate(documents)
+    number = np.concatenate(buckets)
     order = np.argsort(sharing, kind="stable")
     return sharing[order], number[order]
 

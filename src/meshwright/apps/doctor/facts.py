@@ -28,7 +28,8 @@ from meshwright.runtime.ranks.connect import join_ranks, pick_backend
 from meshwright.runtime.ranks.links import Link, measure_links, slow_links, typical_link
 from meshwright.runtime.ranks.world import World
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 TESTED = ((2, 11), (2, 15))  # versions of torch, first and last
 RANGE = f"torch>={TESTED[0][0]}.{TESTED[0][1]},<{TESTED[1][0]}.{TESTED[1][1] + 1}"
 NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
@@ -148,7 +149,8 @@ def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
 
 def _program() -> Iterator[Fact]:
     is_clone = PROJECT.is_file()
-    version, folder = our_version(), Path(__file__).parents[2]
+    version = our_version()
+    folder = Path(__file__).parents[2]
     text = f"{version}, {'a clone' if is_clone else 'installed'} in {folder}"
     yield Fact("Program", "meshwright", text, values={"version": version})
     python = platform.python_version()
@@ -233,7 +235,9 @@ def _compute() -> Iterator[Fact]:
 
 def _host() -> Iterator[Fact]:
     # Cores, of which a container may have fewer, or a share of their time.
-    cores, all_cores, quota = host.cores(), os.cpu_count() or 1, host.cpu_quota()
+    cores = host.cores()
+    all_cores = os.cpu_count() or 1
+    quota = host.cpu_quota()
     limits = []
     if cores < all_cores:
         limits.append(f"of {all_cores}")
@@ -280,7 +284,8 @@ def _torch(version: str, kind: str) -> Fact:
 
 
 def _threads(threads: int) -> Fact:
-    said, cores = os.environ.get("OMP_NUM_THREADS"), host.cores()
+    said = os.environ.get("OMP_NUM_THREADS")
+    cores = host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
     if threads > cores:
         return Fact(
@@ -300,7 +305,8 @@ def _threads(threads: int) -> Fact:
 
 
 def _accelerator(device: Any) -> Fact:
-    memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
+    memory = devices.total_memory(device)
+    bf16 = devices.computes_bf16(device)
     text = f"{devices.device_name(device)}, {memory / GIB:.0f} GiB" + (
         ", bf16" if bf16 else "; no bf16, use --fp16"
     )
@@ -349,7 +355,8 @@ def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4
     """Return how often a second `work` ends."""
     work()
     wait()
-    begin, count = time.perf_counter(), 0
+    begin = time.perf_counter()
+    count = 0
     while time.perf_counter() - begin < seconds:
         work()
         count += 1
@@ -441,7 +448,8 @@ def _storage() -> Iterator[Fact]:
             "problem",
         )
     for name, folder in folders.items():
-        kind, free = file_system(folder), shutil.disk_usage(folder).free
+        kind = file_system(folder)
+        free = shutil.disk_usage(folder).free
         text = f"{free / GIB:,.1f} GiB free" + (f", {kind}" if kind else "")
         if kind == "overlay":
             text += " (a container's own disk: it goes with the container)"

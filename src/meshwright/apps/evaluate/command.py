@@ -284,7 +284,8 @@ def choose_measure(c: EvaluateConfig, texts: list[str], is_divided: bool, batch:
         if c.data.data_path:
             documents, count = read_token_files(c.data, m.tokenizer, is_divided, e.limit)
         else:
-            documents, count = encode_documents(m.tokenizer, texts), len(texts)
+            documents = encode_documents(m.tokenizer, texts)
+            count = len(texts)
         return score_text(m, run, documents, count, stride, batch)
 
     return measure
@@ -295,7 +296,8 @@ class Scoring:
 
     def __init__(self, e: Evaluate, folders: list[str], measure: Measure) -> None:
         self.flags, self.measure = e, measure
-        self.several, self.waiting = len(folders) > 1, iter(folders)
+        self.several = len(folders) > 1
+        self.waiting = iter(folders)
         self.results: list[Result] = []
 
     def work(self, m: LanguageModel) -> None:

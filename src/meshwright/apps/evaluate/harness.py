@@ -37,7 +37,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def __init__(self, model: LanguageModel, seed: int, batch: int) -> None:
         super().__init__()
-        self.model, self.seed, self.batch = model, seed, batch
+        self.model = model
+        self.seed = seed
+        self.batch = batch
 
     @property
     def eot_token_id(self) -> int:
@@ -79,12 +81,14 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in windows that do not overlap."""
         length = self.model.seq_length
-        windows, counts = list[Window](), list[int]()
+        windows = list[Window]()
+        counts = list[int]()
         for request in requests:
             own = list(document_windows(self.after_end(request.args[0]), length, length))
             windows += own
             counts.append(len(own))
-        scores, out = iter(self.score(windows)), []
+        scores = iter(self.score(windows))
+        out = []
         for request, n in zip(requests, counts, strict=True):
             out.append(-sum(next(scores)[0] for _ in range(n)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, out[-1])

@@ -69,7 +69,8 @@ def measure_words(scored: Scored[str]) -> dict[str, float]:
     The perplexity is that of whole words, as in lm-evaluation-harness: exp of the mean loss of a
     passage.
     """
-    correct, loss = int((scored.hits == scored.counted).sum()), float(scored.nats.mean())
+    correct = int((scored.hits == scored.counted).sum())
+    loss = float(scored.nats.mean())
     perplexity = math.exp(min(loss, 700)) if math.isfinite(loss) else loss
     examples = len(scored.documents)
     return {

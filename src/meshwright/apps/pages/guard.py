@@ -148,10 +148,15 @@ class RequestGuard:
     def __init__(
         self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore
     ) -> None:
-        self.app, self.limits, self.open_paths, self.observe = app, limits, open_paths, observe
+        self.app = app
+        self.limits = limits
+        self.open_paths = open_paths
+        self.observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status, is_read = time.monotonic(), 0, False
+        began = time.monotonic()
+        status = 0
+        is_read = False
 
         async def reply(message: MutableMapping[str, Any]) -> None:
             nonlocal status

@@ -190,7 +190,8 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources)).measured()
 
     # A layout is searched if the flags name no part of it, or if it is asked for.
-    given, found = given_settings(parsed), None
+    given = given_settings(parsed)
+    found = None
     searches = asked.search
     if searches is None:
         searches = not given.intersection(DIVIDING)
@@ -233,7 +234,8 @@ def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
     Numbers are tried by their distance up to twice the given one, then powers of two and what is
     between them, each for ENOUGH_SECONDS at most.
     """
-    count, tried = start.config.world, [0]
+    count = start.config.world
+    tried = [0]
 
     def first_enough(numbers: Iterable[int]) -> int | None:
         for number in in_time(numbers):
@@ -269,7 +271,8 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 
     A preset's or recipe's batch sizes, and the defaults that a run's config.toml lists, are free.
     """
-    ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
+    ours = flags.to_dict(parsed.config)
+    defaults = flags.to_dict(TrainConfig())
     out = set()
     for name, source in parsed.sources.items():
         is_typed = source.startswith("command line")
@@ -332,7 +335,9 @@ def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list
                 return [f"--gpus {number}"]
         return []
 
-    count, batch, legal = config.world, config.global_batch, layouts_of(config)
+    count = config.world
+    batch = config.global_batch
+    legal = layouts_of(config)
     near = [*next_number(range(count - 1, 0, -1)), *next_number(range(count + 1, 2 * count))]
 
     # The multiples of what all ranks pass at once, below and above the batch.
@@ -411,7 +416,8 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
 
 def write_settings(path: Path, plan: Plan, filled_in: Collection[str]) -> Path:
     """Write what was given and chosen as a file for `train --config`; return its path."""
-    config, defaults = flags.to_dict(plan.prediction.config), flags.to_dict(TrainConfig())
+    config = flags.to_dict(plan.prediction.config)
+    defaults = flags.to_dict(TrainConfig())
     changed = {name for name, value in config.items() if value != defaults[name]}
     toml = flags.to_toml(plan.prediction.config, only=changed.difference(filled_in))
     head = (

@@ -67,7 +67,8 @@ def as_flags(settings: Mapping[str, Any]) -> str:
 
 def layout_settings(config: TrainConfig) -> Settings:
     """Return the settings of a layout that are not the defaults of train, and the micro-batch."""
-    ours, defaults = flags.to_dict(config), flags.to_dict(TrainConfig())
+    ours = flags.to_dict(config)
+    defaults = flags.to_dict(TrainConfig())
     return {name: ours[name] for name in LAYOUT if ours[name] != defaults[name]}
 
 
@@ -122,7 +123,8 @@ def verdict_here(prediction: Prediction) -> str:
 
 def memory_lines(prediction: Prediction) -> list[str]:
     """Return the memory of the fullest rank by kind, and the verdict."""
-    rank, count = prediction.fullest, len(prediction.ranks)
+    rank = prediction.fullest
+    count = len(prediction.ranks)
     memory = prediction.ranks[rank]
     place = f", pipeline rank {rank} of {count}" if count > 1 else ""
     how = "measured on tensors without memory"
@@ -191,7 +193,8 @@ def time_lines(prediction: Prediction, length: float | None, price: float | None
 
 def layout_line(prediction: Prediction) -> str:
     """Return the layout in words."""
-    c, p = prediction.config, prediction.config.parallel
+    c = prediction.config
+    p = prediction.config.parallel
     parts = [describe_layout(c)]
     if p.pipeline_model_parallel_size > 1:
         several = f", {c.chunks} stretches of layers on each rank" if c.chunks > 1 else ""
@@ -217,8 +220,11 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
     )
     rows = [head]
     for one in predictions:
-        c, p, time = one.config, one.config.parallel, one.time
-        tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+        c = one.config
+        p = one.config.parallel
+        time = one.time
+        tp = p.tensor_model_parallel_size
+        pp = p.pipeline_model_parallel_size
         rows.append(
             [
                 str(tp),
@@ -267,7 +273,8 @@ def title(prediction: Prediction) -> str:
 
 def head_lines(prediction: Prediction) -> list[str]:
     """Return what is planned: model, devices, links and layout."""
-    c, links = prediction.config, prediction.machine.links
+    c = prediction.config
+    links = prediction.machine.links
     speeds = f"{links.within.bandwidth / 1e9:g} GB/s within a machine"
     if c.world > links.gpus_per_node:
         speeds += f", {links.between.bandwidth / 1e9:g} GB/s to others"

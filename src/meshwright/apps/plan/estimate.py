@@ -90,7 +90,8 @@ class Run:
         return inflight_rule.runs_ahead(self.config)
 
     def padded(self, layout: LayoutSizes) -> int:
-        m, tp = self.config.model, layout.tensor_model_parallel_size
+        m = self.config.model
+        tp = layout.tensor_model_parallel_size
         return padded_size(self.vocabulary, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
 
     def chunks(self, layout: LayoutSizes, layers: int | None) -> int:
@@ -105,7 +106,8 @@ class Run:
         return self.config.batches
 
     def data_ranks(self, layout: LayoutSizes) -> int:
-        tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+        tp = layout.tensor_model_parallel_size
+        cp = layout.context_parallel_size
         return max(1, self.config.world // (tp * cp * layout.pipeline_model_parallel_size))
 
     def micro_batches(self, layout: LayoutSizes) -> int:
@@ -148,17 +150,15 @@ class EndBytes(NamedTuple):
 
 def layer_bytes(c: TrainConfig) -> LayerBytes:
     """Return what the norms, attention and the MLP of a layer keep of a micro-batch."""
-    m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
-    tp, cp, hidden, heads = (
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        m.hidden_size or 0,
-        m.num_attention_heads or 1,
-    )
-    is_fused, is_fp8 = (
-        block_kind(c.training, m, c.precision, NVIDIA) == "fused",
-        bool(c.precision.fp8_format),
-    )
+    m = c.model
+    p = c.parallel
+    low = WIDTHS[c.precision.dtype]
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
+    hidden = m.hidden_size or 0
+    heads = m.num_attention_heads or 1
+    is_fused = block_kind(c.training, m, c.precision, NVIDIA) == "fused"
+    is_fp8 = bool(c.precision.fp8_format)
     is_selective = c.training.recompute_granularity == "selective"
 
     # The elements of tensors. Inner ones have all tokens, the residual stream a part of them.
@@ -167,7 +167,8 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
     sequence = p.sequence_parallel and tp > 1
     rows = tokens // tp if sequence else tokens
     queries, keys = (tokens * number * m.head_dim // tp for number in (heads, m.groups))
-    qkv, inner = queries + 2 * keys, tokens * m.ffn // tp
+    qkv = queries + 2 * keys
+    inner = tokens * m.ffn // tp
     wide = (2 if m.gated else 1) * inner
 
     # Norms save the residual stream, and one or two numbers of each row.
@@ -216,8 +217,11 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
 
 def end_bytes(c: TrainConfig, padded: int) -> EndBytes:
     """Return what the ends of a network keep of a micro-batch, and what stages exchange."""
-    m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
-    tp, hidden = p.tensor_model_parallel_size, m.hidden_size or 0
+    m = c.model
+    p = c.parallel
+    low = WIDTHS[c.precision.dtype]
+    tp = p.tensor_model_parallel_size
+    hidden = m.hidden_size or 0
     columns = (c.data.seq_length or 0) // p.context_parallel_size
     tokens = c.micro_batch * columns
     sequence = p.sequence_parallel and tp > 1
@@ -246,7 +250,8 @@ def in_flight(
     """
     import numpy as np
 
-    live, moments = [0] * chunks, set[tuple[int, ...]]()
+    live = [0] * chunks
+    moments = set[tuple[int, ...]]()
     for op, chunk, _ in schedule(name, pp, rank, number, chunks):
         if op == "F":
             live[chunk] += 1
@@ -279,10 +284,12 @@ def passes_bytes(
     """Return the bytes at the fullest moment of a rank's passes, beside what is held throughout."""
     import numpy as np
 
-    pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
+    pp = layout.pipeline_model_parallel_size
+    name = layout.pipeline_schedule
     chunks = run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
     stages = shape.stages if len(shape.stages) == chunks else (shape.layers // chunks,) * chunks
-    live, backward = list[float](), list[float]()
+    live = list[float]()
+    backward = list[float]()
     for chunk, layers in enumerate(stages):
         is_last = shape.has_last and chunk == chunks - 1
         kept, again = kept_bytes(run, layout, layer, layers)
@@ -322,10 +329,12 @@ def sharded_bytes(
 
     Gradients are those beside what passes keep, which may be less than all at their moment.
     """
-    low, parts = WIDTHS[run.config.precision.dtype], shape.parts
+    low = WIDTHS[run.config.precision.dtype]
+    parts = shape.parts
     if layout.zero_stage < 2 or parts == 1:
         return 0.0, 0.0
-    full, kept = max(low, FLOAT), kept_bytes(run, layout, layer, 1)[0]
+    full = max(low, FLOAT)
+    kept = kept_bytes(run, layout, layer, 1)[0]
     others = min(1, shape.layers - 1)
     if layout.zero_stage == 2:
         # Of the head, a layer, and others whose sums run, of this or the last micro-batch.
@@ -349,11 +358,11 @@ def sharded_bytes(
 
 def update_bytes(c: TrainConfig) -> float:
     """Return what the update takes for a while."""
-    o, p, parts = c.optimizer, c.parallel, data_parts(c)
-    tp, layers = (
-        p.tensor_model_parallel_size,
-        (c.model.num_layers or 0) / p.pipeline_model_parallel_size,
-    )
+    o = c.optimizer
+    p = c.parallel
+    parts = data_parts(c)
+    tp = p.tensor_model_parallel_size
+    layers = (c.model.num_layers or 0) / p.pipeline_model_parallel_size
     matrices = layer_matrices(c.model).values()
     if o.optimizer == "muon":
         data = c.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
@@ -394,12 +403,12 @@ def activations(run: Run, layout: LayoutSizes) -> tuple[LayerBytes, EndBytes, in
 @functools.lru_cache(1 << 14)
 def held_by(run: Run, layout: LayoutSizes, rank: int) -> tuple[RankShape, dict[str, int], float]:
     """Return what a pipeline rank has, the bytes of it by kind, and what its update takes."""
-    c, padded = run.config_of(layout), run.padded(layout)
-    own, (unit, *outer) = (
-        stage_numbers(c, rank),
-        [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)],
-    )
-    has_last, stages = len(c.stages) - 1 in own, tuple(c.stages[s] for s in own)
+    c = run.config_of(layout)
+    padded = run.padded(layout)
+    own = stage_numbers(c, rank)
+    unit, *outer = [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)]
+    has_last = len(c.stages) - 1 in own
+    stages = tuple(c.stages[s] for s in own)
     table = max(outer, default=0) if has_last else 0
     shape = RankShape(
         stages, sum(stages), 0 in own, has_last, unit, sum(outer), table, data_parts(c)
@@ -417,10 +426,12 @@ def beside(run: Run, layout: LayoutSizes) -> tuple[float, int]:
 
 def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what decides about passes alone, for what a rank holds."""
-    name, virtual = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage
+    name = layout.pipeline_schedule
+    virtual = layout.num_layers_per_virtual_pipeline_stage
     if not run.config.parallel.pipeline_layout:
         name, virtual = "1f1b", None
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    tp = layout.tensor_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
     return LayoutSizes(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
 
 
@@ -453,8 +464,10 @@ def rank_bytes(run: Run, layout: LayoutSizes, rank: int) -> dict[str, int]:
 
 def memory_of_ranks(c: TrainConfig, padded: int, profile: DeviceProfile) -> list[RankMemory]:
     """Return the memory of each pipeline rank, estimated."""
-    run, layout = Run(c, padded, profile, profile.links), layout_of(c)
-    batches, context = batch_bytes(c), context_bytes(c, profile)
+    run = Run(c, padded, profile, profile.links)
+    layout = layout_of(c)
+    batches = batch_bytes(c)
+    context = context_bytes(c, profile)
     out = []
     for rank in range(layout.pipeline_model_parallel_size):
         kinds = rank_bytes(run, layout, rank) | {"batches": batches}
@@ -470,7 +483,8 @@ def reserved_bytes(layout: LayoutSizes, allocated: float) -> float:
 
 def need_of(run: Run, layout: LayoutSizes) -> int:
     """Return the bytes of tensors and the context of a layout's fullest rank."""
-    pp, layers = layout.pipeline_model_parallel_size, run.config.model.num_layers or 0
+    pp = layout.pipeline_model_parallel_size
+    layers = run.config.model.num_layers or 0
     # One of the ends, or a rank in the middle that has a layer more.
     is_even = layers % pp == 0 and not run.config.parallel.pipeline_layout
     ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
@@ -526,7 +540,8 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     terms.count = number
     layers, waits = c.model.num_layers or 1, terms.pp > 1  # for messages, at the end of each pass
     own = max(1, layers // terms.pp) if c.training.recompute_method == "block" else layers
-    stage, head = terms.stage_of(terms.kinds(0, own), own, False, False), terms.head()
+    stage = terms.stage_of(terms.kinds(0, own), own, False, False)
+    head = terms.head()
     embedding = Step(terms.embedding(False), terms.embedding(True))
 
     def seconds(step: Step, of: int = 1) -> Seconds:
@@ -567,20 +582,23 @@ class MicroBatch(NamedTuple):
 @functools.lru_cache(64)
 def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> list[MicroBatch]:
     """Return the seconds of micro-batches of these sizes, from those of a layer and both ends."""
-    pp, samples = (
-        layout.pipeline_model_parallel_size,
-        run.config.global_batch // run.data_ranks(layout),
-    )
-    key, shapes = work_key(run, layout), ranks_of(run, layout)
-    ends, out = [shape.has_first + shape.has_last for shape in shapes], list[MicroBatch]()
+    pp = layout.pipeline_model_parallel_size
+    samples = run.config.global_batch // run.data_ranks(layout)
+    key = work_key(run, layout)
+    shapes = ranks_of(run, layout)
+    ends = [shape.has_first + shape.has_last for shape in shapes]
+    out = list[MicroBatch]()
     for size in sizes:
         number = max(1, samples // size)
         work = work_of(run, key._replace(micro_batch_size=size), 1 if number == 1 else MANY)
-        layer, first, last = work.layer, work.first, work.last
+        layer = work.layer
+        first = work.first
+        last = work.last
         if layout.zero_stage == 3:
             host = layer.host_forward + work.shard, layer.host_backward + work.shard
             layer = layer._replace(host_forward=host[0], host_backward=host[1])
-        ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
+        ranks = list[tuple[float, int]]()
+        slowest = (0.0, 0.0)
         for shape, lacking in zip(shapes, ends, strict=True):
             own = layer.times(shape.layers)
             own = own.plus(first) if shape.has_first else own
@@ -630,7 +648,8 @@ def step_seconds(
     run: Run, layout: LayoutSizes, micro: Sequence[int], virtual: Sequence[int | None]
 ) -> list[list[float]]:
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
-    pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
+    pp = layout.pipeline_model_parallel_size
+    zero = layout.zero_stage
     alike = layout._replace(zero_stage=zero if pp == 1 or zero == 3 else 0)
     batches = micro_batches_of(run, alike, tuple(micro))
     largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
@@ -654,13 +673,16 @@ def step_seconds(
         after.append(least.update + sums - beside * (sums - hidden))
 
     # Where no step is submitted ahead, the device waits while the host prepares one.
-    between, prepare = run.profile.seconds["step"], run.profile.seconds["prepare"]
+    between = run.profile.seconds["step"]
+    prepare = run.profile.seconds["prepare"]
     if not run.runs_ahead:
-        between, prepare = between + prepare, 0.0
+        between = between + prepare
+        prepare = 0.0
     slowest = run.profile.reached["slowest"] if run.config.world > 1 else 1.0
     out = list[list[float]]()
     for size in virtual:
-        chunks, row = run.chunks(layout, size), list[float]()
+        chunks = run.chunks(layout, size)
+        row = list[float]()
         for batch, rest in zip(batches, after, strict=True):
             on_host = batch.number * batch.host + least.host + prepare if batch.host else 0.0
             row.append((max(batch.seconds_with(pp, chunks) + rest, on_host) + between) / slowest)
@@ -670,7 +692,8 @@ def step_seconds(
 
 def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what the work of a micro-batch does not depend on."""
-    pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
+    pp = layout.pipeline_model_parallel_size
+    zero = layout.zero_stage
     name = layout.pipeline_schedule
     if pp > 1:  # without CUDA graphs, whatever the stage
         zero, name = 0, "1f1b"

@@ -251,7 +251,9 @@ def rounded(size: int) -> int:
 
 def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> list[int]:
     """Return the bytes of the buffers that a device holds; ZeRO 3 has a parameter's apart."""
-    o, p, parts = config.optimizer, config.parallel, data_parts(config)
+    o = config.optimizer
+    p = config.parallel
+    parts = data_parts(config)
     averages = int(o.ema > 0)
     if p.zero_stage < 3 or parts == 1:
         held = held_bytes(config, padded, pipeline_rank, kind)
@@ -260,7 +262,8 @@ def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str
     if p.offloads:
         return []
     full = max(WIDTHS[config.precision.dtype], 4)
-    masters, moments = list[int](), list[int]()
+    masters = list[int]()
+    moments = list[int]()
     for unit, number in shapes_of_rank(config, padded, pipeline_rank):
         for name, shape in unit.items():
             own = own_size(shape, parts)

@@ -55,7 +55,8 @@ class Drawing:
 
 def drawn_timeline(prediction: Prediction) -> Timeline | None:
     """Return the passes of a step's first micro-batches on each rank; None without a pipeline."""
-    c, p = prediction.config, prediction.config.parallel
+    c = prediction.config
+    p = prediction.config.parallel
     ranks = p.pipeline_model_parallel_size
     if ranks == 1:
         return None
@@ -106,7 +107,8 @@ def schedule_drawing(prediction: Prediction) -> Drawing | None:
     # One patch for all passes of a kind: thousands of them would be slow to draw and to show.
     boxes: dict[tuple[str, int], list[Outline]] = {}
     for rank, spans in enumerate(timeline.spans):
-        low, high = rank - 0.42, rank + 0.42
+        low = rank - 0.42
+        high = rank + 0.42
         for action, (begin, end) in spans.items():
             corners = [(begin, low), (end, low), (end, high), (begin, high), (begin, low)]
             box = Outline(corners, closed=True)

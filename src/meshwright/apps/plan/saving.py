@@ -32,7 +32,8 @@ def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveT
     if not config.checkpoint.no_save_optim:
         moments = 2 if o.optimizer in ("adam", "adamw") else 1
         each += moments * state_bytes(o, full)
-    tp, of_ranks = p.tensor_model_parallel_size, parameters_of_ranks(config, padded)
+    tp = p.tensor_model_parallel_size
+    of_ranks = parameters_of_ranks(config, padded)
     total = tp * sum(of_ranks) * each
 
     # The fullest rank copies its part to the host, and each machine writes what its ranks have.

@@ -99,7 +99,9 @@ class LegalLayouts:
     """The layouts of a run that the checks accept, with the reasons against the others."""
 
     def __init__(self, run: Run, freedom: Freedom) -> None:
-        self.run, self.freedom, self.refusals = run, freedom, Refusals()
+        self.run = run
+        self.freedom = freedom
+        self.refusals = Refusals()
         self.copies = run.config.parallel.num_distributed_optimizer_instances
         self.batch_reasons: dict[tuple[int, int], str] = {}
         self.other_reasons: dict[tuple[object, ...], str] = {}
@@ -176,12 +178,14 @@ class LegalLayouts:
 
     def micro_batches(self, shape: LayoutSizes) -> list[LayoutSizes]:
         """Return a shape with each micro-batch of which its ranks can make a batch."""
-        dp, out = self.run.data_ranks(shape), []
+        dp = self.run.data_ranks(shape)
+        out = []
         sizes = [
             n for n in divisors(max(1, self.run.config.global_batch // dp)) if n <= MOST_MICRO_BATCH
         ]
         for size in self.free(shape, "micro_batch_size", sizes):
-            layout, key = shape._replace(micro_batch_size=size), (dp, size)
+            layout = shape._replace(micro_batch_size=size)
+            key = (dp, size)
             if key not in self.batch_reasons:
                 self.batch_reasons[key] = first(batch_problems(self.run.config_of(layout)))
             if self.batch_reasons[key]:
@@ -195,7 +199,8 @@ class LegalLayouts:
 
         GPipe is left out: it waits as long as 1F1B and holds more.
         """
-        pp, layers = shape.pipeline_model_parallel_size, self.run.config.model.num_layers or 0
+        pp = shape.pipeline_model_parallel_size
+        layers = self.run.config.model.num_layers or 0
         names = self.free(shape, "pipeline_schedule", ["1f1b"])
         even = layers // pp if pp > 1 and layers % pp == 0 else 1
         virtual = "num_layers_per_virtual_pipeline_stage"
@@ -220,8 +225,10 @@ class LegalLayouts:
 
         `is_round`: pipeline ranks can share the micro-batches of a step.
         """
-        dp, pp = self.run.data_ranks(layout), layout.pipeline_model_parallel_size
-        is_shared, is_copied = dp * layout.context_parallel_size > 1, dp % self.copies == 0
+        dp = self.run.data_ranks(layout)
+        pp = layout.pipeline_model_parallel_size
+        is_shared = dp * layout.context_parallel_size > 1
+        is_copied = dp % self.copies == 0
         order = (
             layout.pipeline_schedule,
             layout.num_layers_per_virtual_pipeline_stage,
@@ -250,14 +257,19 @@ class Search:
     """One search: layouts are ranked by estimates, then the best of them predicted in full."""
 
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
-        self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
-        self.found, self.have = Found(), machine.profile.memory_bytes
+        self.machine = machine
+        self.vocabulary = vocabulary
+        self.freedom = freedom
+        self.keep = keep
+        self.found = Found()
+        self.have = machine.profile.memory_bytes
         # bytes of the nearest layout, and itself
         self.least_lack: tuple[float, LayoutSizes] | None = None
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
-        run, found = self.run_of(config), self.found
+        run = self.run_of(config)
+        found = self.found
         ranked = self.ranked(run)
         few = [
             self.predict(run, layout)
@@ -282,7 +294,8 @@ class Search:
 
     def find_small(self, config: TrainConfig) -> Prediction | None:
         """Return a layout that fits, of the few that need the least memory; None if none does."""
-        run, sizes = self.run_of(config), list[tuple[float, LayoutSizes]]()
+        run = self.run_of(config)
+        sizes = list[tuple[float, LayoutSizes]]()
         legal = LegalLayouts(run, self.freedom)
         for shape in legal.shapes():
             if layout := smallest(legal, shape):
@@ -306,7 +319,8 @@ class Search:
 
     def try_layout(self, prediction: Prediction) -> bool:
         """Add a layout to those that fit, unless it does so with less recomputation too."""
-        found, alike = self.found, recomputed_alike(prediction.config)
+        found = self.found
+        alike = recomputed_alike(prediction.config)
         if any(recomputed_alike(other.config) == alike for other in found.fitting):
             return False
         if problems := checks.problems(prediction.config, needs_data=False):
@@ -325,7 +339,8 @@ class Search:
         legal = LegalLayouts(run, self.freedom)
         self.found.refusals, kinds = legal.refusals, legal.recomputations()
         # micro-batches from which layouts fail
-        heap, fails = self.candidates(run, legal), dict[LayoutSizes, int]()
+        heap = self.candidates(run, legal)
+        fails = dict[LayoutSizes, int]()
         number = len(heap)
         while heap:
             layout = heapq.heappop(heap).layout
@@ -366,7 +381,8 @@ class Search:
 
     def candidates(self, run: Run, legal: LegalLayouts) -> list[RankedLayout]:
         """Return all legal layouts with the least recomputation, as a heap."""
-        out, shapes = list[RankedLayout](), [*legal.shapes()]
+        out = list[RankedLayout]()
+        shapes = [*legal.shapes()]
         with progress_bar("ranking layouts", len(shapes), of="count") as show:
             for shape in shapes:
                 for layout, seconds in timed_layouts(run, legal, shape):
@@ -383,10 +399,8 @@ def timed_layouts(
     layouts = legal.micro_batches(shape)
     if not layouts:
         return
-    micro, rounds = (
-        [layout.micro_batch_size for layout in layouts],
-        [legal.is_round(layout) for layout in layouts],
-    )
+    micro = [layout.micro_batch_size for layout in layouts]
+    rounds = [legal.is_round(layout) for layout in layouts]
     examples = dict(zip(rounds, layouts, strict=True))
     for (name, sizes), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
         seconds = estimate.step_seconds(run, shape.ordered(name, None, zero), micro, sizes)
@@ -426,11 +440,9 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
     """Return for each setting the values with which a rank may need less memory."""
     p, t = c.parallel, c.training
     now = RECOMPUTE.index(t.recompute_granularity)
-    tp, pp, cp = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.context_parallel_size,
-    )
+    tp = p.tensor_model_parallel_size
+    pp = p.pipeline_model_parallel_size
+    cp = p.context_parallel_size
     factors = [n for n in divisors(c.dp) if n > 1]
     return [
         [{"recompute_granularity": kind} for kind in RECOMPUTE[now + 1 :]],
@@ -447,10 +459,8 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
 
 def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
     """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
-    steps, have = (
-        [each for each in smaller_steps(prediction.config) if each],
-        prediction.machine.profile.memory_bytes,
-    )
+    steps = [each for each in smaller_steps(prediction.config) if each]
+    have = prediction.machine.profile.memory_bytes
     for number in range(1, MOST_CHANGES + 1):
         hopeful = list[tuple[Settings, Prediction]]()
         for chosen in itertools.combinations(steps, number):

@@ -55,13 +55,15 @@ def happening(
     """
     last = max(max(mine) for mine in stages)
     done: set[Message] = set()
-    places, total = [0] * len(lists), sum(map(len, lists))
+    places = [0] * len(lists)
+    total = sum(map(len, lists))
     while len(done) < total:
         moved = False
         for rank, todo in enumerate(lists):
             for place in range(places[rank], len(todo)):
                 op, chunk, microbatch = todo[place]
-                stage, need = stages[rank][chunk], None
+                stage = stages[rank][chunk]
+                need = None
                 if op == "F" and stage:
                     need = ("F", stage - 1, microbatch)
                 elif op == "B":
@@ -93,7 +95,10 @@ def simulate(
     cost = {"F": times.forward, "B": times.backward}
     done: dict[Message, float] = {}  # message -> time
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
-    clock, held, live, busy = [0.0] * pp, [0] * pp, [0] * pp, 0.0
+    clock = [0.0] * pp
+    held = [0] * pp
+    live = [0] * pp
+    busy = 0.0
     for rank, place, need, made in happening(lists, stages):
         action = lists[rank][place]
         start = clock[rank]
@@ -150,8 +155,10 @@ def makespan(
 
 @functools.lru_cache(1 << 14)
 def _total(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
-    costs, message = (*times.forward, *times.backward), times.message
-    clock, ends = [0.0] * pp, list[float]()
+    costs = (*times.forward, *times.backward)
+    message = times.message
+    clock = [0.0] * pp
+    ends = list[float]()
     for rank, cost, need, is_sent in order(kind, pp, microbatches, chunks):
         start = clock[rank]
         if need >= 0:

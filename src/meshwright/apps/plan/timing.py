@@ -53,7 +53,9 @@ BLOCKS: dict[BlockKind, tuple[float, float]] = {
 # Its collectives in each direction, for the host: of an exchange of tensor ranks, plain and
 # overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
 # benchmarks/records/2026-11-28-four-gpus.
-TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (1, 1.5), 2.5, 5
+TENSOR_LAUNCHES = (1, 1.5)
+CONTEXT_LAUNCHES = 2.5
+SHARD_LAUNCHES = 5
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
@@ -167,7 +169,10 @@ class StepTerms:
     def __init__(
         self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links
     ) -> None:
-        self.config, self.padded, self.profile, self.links = config, padded, profile, links
+        self.config = config
+        self.padded = padded
+        self.profile = profile
+        self.links = links
         self.layers: dict[tuple[bool, bool], Step] = {}
         self.stages: dict[tuple[object, ...], Step] = {}
         m, p = config.model, config.parallel
@@ -175,7 +180,8 @@ class StepTerms:
         self.tp = p.tensor_model_parallel_size
         self.cp = p.context_parallel_size
         self.pp = p.pipeline_model_parallel_size
-        self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
+        self.seq = config.data.seq_length or 0
+        self.hidden = m.hidden_size or 0
         self.rows = rows(config)
         self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
         self.low, self.full = traffic.number_bytes(config)
@@ -252,7 +258,8 @@ class StepTerms:
 
     def products_of_layer(self, is_fp8: bool) -> float:
         """Return the seconds of a layer's products forward; each gradient takes as long."""
-        low, total = self.config.precision.dtype, 0.0
+        low = self.config.precision.dtype
+        total = 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
             # Tensor parallelism shards the outputs of a branch's first matrix, the second's inputs.
             matrix = MATRICES[name]
@@ -296,7 +303,8 @@ class StepTerms:
 
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
         """Return the work of a layer for one micro-batch."""
-        m, products = self.m, self.products_of_layer(is_fp8)
+        m = self.m
+        products = self.products_of_layer(is_fp8)
 
         # Bytes that passes read and write: the residual stream, the heads and the MLP's middle,
         # each so many times.
@@ -368,7 +376,8 @@ class StepTerms:
             host = self.launching({"collective": count})
             ways.append(Work(tensor=tensor, context=context, host=host))
         first, second = ways
-        forward, backward = first.times(layers), second.times(layers)
+        forward = first.times(layers)
+        backward = second.times(layers)
 
         # Recomputation repeats the forward pass's, but for a segment's last sum.
         again, segments = traffic.recomputed(self.config, layers)
@@ -414,7 +423,8 @@ class StepTerms:
         """Return the work of a stage for one micro-batch."""
         sizes = self.config.stages
         kinds = self.kinds(sum(sizes[:number]), sizes[number])
-        is_first, is_last = number == 0, number == len(sizes) - 1
+        is_first = number == 0
+        is_last = number == len(sizes) - 1
         key = (*kinds.items(), is_first, is_last)
         if key not in self.stages:
             self.stages[key] = self.stage_of(kinds, sizes[number], is_first, is_last)
@@ -425,7 +435,8 @@ class StepTerms:
         m, precision = self.m, self.config.precision
         if not m.window and not precision.first_last_layers_bf16:
             return {(False, bool(precision.fp8_format)): count}
-        windowed, layers = set(m.windowed_layers), m.num_layers or 0
+        windowed = set(m.windowed_layers)
+        layers = m.num_layers or 0
         kinds = Counter[tuple[bool, bool]]()
         for i in range(begin, begin + count):
             kinds[i in windowed, precision.multiplies_fp8(i, layers)] += 1
@@ -509,10 +520,12 @@ class StepTerms:
         exposed = self.data_parallel(parameters, layers, forward, backward)
 
         # The host.
-        between, prepare = profile.seconds["step"], profile.seconds["prepare"]
+        between = profile.seconds["step"]
+        prepare = profile.seconds["prepare"]
         # the device waits while the host prepares the next step
         if not inflight_rule.runs_ahead(config):
-            between, prepare = between + prepare, 0.0
+            between = between + prepare
+            prepare = 0.0
         host = busy - work.device_seconds
         if self.pp == 1 and not self.has_graphs:  # the host runs ahead of the device within a step
             host = max(0.0, work.host + self.update_host() + prepare - busy - update - exposed)
@@ -558,7 +571,8 @@ class StepTerms:
         """Return the seconds from the first forward pass to the last backward pass."""
         if self.pp == 1:
             return busy
-        kind, times = self.p.pipeline_schedule, self.stage_times(stages)
+        kind = self.p.pipeline_schedule
+        times = self.stage_times(stages)
         return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
 
     def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
@@ -615,7 +629,8 @@ class StepTerms:
         """
         if self.groups["data"].size * self.groups["replicas"].size == 1:
             return 0.0
-        zero, within = self.p.zero_stage, self.links.within
+        zero = self.p.zero_stage
+        within = self.links.within
         sent, replicas = traffic.data_bytes(self.config, parameters)
         link, bandwidth = self.link("data")
         may_copy = zero < 2 and self.p.data_parallel_sums != "collectives"
@@ -663,7 +678,8 @@ class MeasuredTerms(StepTerms):
 
     def work(self, operations: Operations) -> Work:
         """Return the work of some operations."""
-        reached, seconds = self.profile.reached, self.profile.seconds
+        reached = self.profile.reached
+        seconds = self.profile.seconds
         products = attention = passes = host = 0.0
         for op, count in operations.items():
             host += count * seconds[LAUNCHES[op.launch]]

@@ -32,11 +32,9 @@ class Group(NamedTuple):
 def groups(config: TrainConfig) -> dict[str, Group]:
     """Return the groups of ranks, in Megatron's order: tensor, context, data, pipeline."""
     p = config.parallel
-    tp, cp, copies = (
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        p.num_distributed_optimizer_instances,
-    )
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
+    copies = p.num_distributed_optimizer_instances
     shard = max(1, config.dp // copies)
     is_sharded = p.zero_stage > 0
     return {
@@ -66,8 +64,10 @@ class TensorBytes(NamedTuple):
 
 
 def tensor_bytes(config: TrainConfig) -> TensorBytes:
-    n, sequence = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
-    part, (low, full) = (n - 1) / n, number_bytes(config)
+    n = config.parallel.tensor_model_parallel_size
+    sequence = config.parallel.sequence_parallel
+    part = (n - 1) / n
+    (low, full) = number_bytes(config)
     stream = part * rows(config) * (config.model.hidden_size or 0) * low
     # rows that the gradient of a first matrix gathers once more
     again = stream if sequence else 0.0
@@ -81,7 +81,8 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
 def tensor_messages(config: TrainConfig) -> tuple[int, int]:
     """Return the collectives of a layer between tensor ranks, forward and backward."""
     pairs = Counter(matrix.pair for matrix in matrices_of(config.model).values())
-    first, second = pairs["first"], pairs["second"]
+    first = pairs["first"]
+    second = pairs["second"]
     if config.parallel.sequence_parallel:  # the gradient of a first matrix gathers its rows again
         return first + second, 2 * first + second
     return second, first
@@ -97,7 +98,8 @@ def overlaps_matmuls(config: TrainConfig, ranks_within: int) -> bool:
 
 def symmetric_rows(config: TrainConfig, ranks_within: int) -> int:
     """Return the bytes of symmetric memory for rows, which products in fp8 leave unused."""
-    p, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    p = config.parallel
+    tp = config.parallel.tensor_model_parallel_size
     if not p.sequence_parallel or p.tp_overlap == "off" or not 1 < tp <= ranks_within:
         return 0
     size = rows(config) // tp * (config.model.hidden_size or 0) * number_bytes(config)[0]
@@ -110,7 +112,8 @@ def symmetric_rows(config: TrainConfig, ranks_within: int) -> int:
 def context_bytes(config: TrainConfig) -> float:
     """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
     p, m = config.parallel, config.model
-    n, heads = p.context_parallel_size, m.num_attention_heads or 1
+    n = p.context_parallel_size
+    heads = m.num_attention_heads or 1
     # of q, k, v and the output
     columns = 2 * (heads + m.groups) * m.head_dim // p.tensor_model_parallel_size
     return (n - 1) / n * rows(config) * columns * number_bytes(config)[0]
@@ -130,10 +133,13 @@ def message_bytes(config: TrainConfig) -> float:
 
 def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
     """Return the bytes that a rank with so many parameters sends, and those to its replicas."""
-    (n, _), (copies, _) = groups(config)["data"], groups(config)["replicas"]
+    (n, _) = groups(config)["data"]
+    (copies, _) = groups(config)["replicas"]
     low, full = number_bytes(config)
-    part, count = (n - 1) / n, config.micro_batches(config.global_batch)
-    gradients, gathered = part * full * parameters, part * low * parameters
+    part = (n - 1) / n
+    count = config.micro_batches(config.global_batch)
+    gradients = part * full * parameters
+    gathered = part * low * parameters
     sent = {
         0: 2 * gradients,
         1: gradients + gathered,
@@ -147,8 +153,10 @@ def owner_bytes(config: TrainConfig) -> float:
     """Return the bytes that a rank sends for Muon's matrices (parallel/owner_ranks.py)."""
     if config.optimizer.optimizer != "muon":
         return 0.0
-    tp, (data, _) = config.parallel.tensor_model_parallel_size, groups(config)["data"]
-    ranks, is_sharded = data * tp, config.parallel.zero_stage > 0 or data == 1
+    tp = config.parallel.tensor_model_parallel_size
+    (data, _) = groups(config)["data"]
+    ranks = data * tp
+    is_sharded = config.parallel.zero_stage > 0 or data == 1
     layer = sum(math.prod(shape) for shape in layer_matrices(config.model).values())
     low = 8 if config.precision.dtype == "float64" else 2
     numbers = max(layers_of_ranks(config)) * layer / tp
@@ -159,10 +167,13 @@ def owner_bytes(config: TrainConfig) -> float:
 def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     """Return the most bytes that a rank sends in a step, by dimension; no dimension of one rank."""
     p, m = config.parallel, config.model
-    pp, count = p.pipeline_model_parallel_size, config.micro_batches(config.global_batch)
-    most, layers = max(parameters_of_ranks(config, padded)), max(layers_of_ranks(config))
+    pp = p.pipeline_model_parallel_size
+    count = config.micro_batches(config.global_batch)
+    most = max(parameters_of_ranks(config, padded))
+    layers = max(layers_of_ranks(config))
     again, segments = recomputed(config, layers)
-    tensor, (data, replicas) = tensor_bytes(config), data_bytes(config, most)
+    tensor = tensor_bytes(config)
+    (data, replicas) = data_bytes(config, most)
     ends = 2 if pp == 1 else 1
     in_layers = (
         (layers + again) * tensor.layer_forward

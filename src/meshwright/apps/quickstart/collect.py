@@ -225,7 +225,9 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     the first parts is. `expected` bytes of text are estimated.
     """
     # The beginning, which is all of a small text, decides how parts are cut and held out.
-    first, characters, rest = list[str](), 0, iter(documents)
+    first = list[str]()
+    characters = 0
+    rest = iter(documents)
     for text in rest:
         first.append(text)
         characters += len(text)
@@ -241,7 +243,10 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     sampled = SAMPLE_BYTES / expected if expected > 2 * SAMPLE_BYTES else 0
 
     # Write all parts, to learn from (0) or held out (1).
-    sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
+    sizes = [0, 0]
+    parts = [0, 0]
+    count = 0
+    wide = 0
     names = ["train.jsonl", "held_out.jsonl"]
     if sampled:
         names.append("sample.jsonl")

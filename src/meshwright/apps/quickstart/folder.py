@@ -112,7 +112,8 @@ class TourProgress:
         """Take up a tour of the same settings, or of fewer minutes, whose model was not removed."""
         try:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
-            before, done = dict(saved["settings"]), dict(saved["done"])
+            before = dict(saved["settings"])
+            done = dict(saved["done"])
         except (OSError, ValueError, LookupError, TypeError):
             return False
         more = self.settings.get("minutes", 0) - before.get("minutes", 0)
@@ -123,7 +124,8 @@ class TourProgress:
             return False
         if "end" in done and not (self.file.parent / "run").is_dir():
             return False
-        self.done, self.more_minutes = done, max(more, 0.0)
+        self.done = done
+        self.more_minutes = max(more, 0.0)
         return True
 
     def finish(self, step: str, result: Any = None) -> None:
@@ -146,7 +148,8 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if before.get(name) == now.get(name):
             continue
         title = "the text" if name == "input" else spelling(name)
-        old, new = shown(before.get(name)), shown(now.get(name))
+        old = shown(before.get(name))
+        new = shown(now.get(name))
         if not old:
             changes.append(f"no {title} was given, now {new}")
         elif new:

@@ -493,7 +493,8 @@ class PaceWatch:
 
     def stop(self, at: LoggedInterval) -> str | None:
         """Return the reason to stop after this interval, None if it is to go on."""
-        steps, pace = steps_of(self.command), self.measure(at)
+        steps = steps_of(self.command)
+        pace = self.measure(at)
         if self.is_timed and pace is not None:
             self.deadline.slower = pace / self.deadline.pace
             new = correct_steps(at.iteration, pace, steps, self.deadline, self.most)
@@ -535,7 +536,8 @@ def correct_steps(done: int, pace: float, steps: int, deadline: Deadline, most: 
     follows the training takes longer too. No correction is made that saves or uses hardly more time
     than another start takes.
     """
-    left, step = deadline.left(deadline.slower), pace * plans.validating(steps)
+    left = deadline.left(deadline.slower)
+    step = pace * plans.validating(steps)
     spare = left - (steps - done) * step
     if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
         return steps

@@ -175,7 +175,8 @@ def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> Traini
 
     # The steps that fit into the time, and those that the text is worth.
     fitting = machine.speed(chosen) * seconds / chosen.tokens
-    by_time, by_text = int(fitting / validating(fitting)), most_steps(chosen, tokens)
+    by_time = int(fitting / validating(fitting))
+    by_text = most_steps(chosen, tokens)
     steps = max(min(by_time, by_text), FEWEST_STEPS)
     steps = steps // 10 * 10  # a round number
 

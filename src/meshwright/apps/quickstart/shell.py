@@ -34,10 +34,8 @@ class LoggedInterval:
 
     def __str__(self) -> str:
         """Return what a newcomer wants to see."""
-        speed, place = (
-            f"{self.tokens_per_second:,.0f} tokens/s",
-            f"{self.iteration:>6} of {self.total}",
-        )
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        place = f"{self.iteration:>6} of {self.total}"
         return f"iteration {place}   loss {self.loss:.3f}   {speed}   {self.left} left"
 
 
@@ -69,7 +67,8 @@ def call(
     returns a reason, the process gets SIGTERM.
     """
     print(f"$ {shlex.join(['meshwright', *argv])}", flush=True)
-    printed, expected = "", DONE
+    printed = ""
+    expected = DONE
     with (
         open(log, "a", encoding="utf-8", buffering=1, opener=own_file) as everything,
         subprocess.Popen(
@@ -134,7 +133,10 @@ class TrainingLines:
     """Shortens each line of a training's log to what a newcomer wants to see, or to None."""
 
     def __init__(self) -> None:
-        self.total, self.shown, self.validated, self.saved = 0, 0, "", ""
+        self.total = 0
+        self.shown = 0
+        self.validated = ""
+        self.saved = ""
 
     def __call__(self, line: str) -> str | None:
         if interval := read_step_line(line):

@@ -50,8 +50,10 @@ class Tour:
 
     def __init__(self, folder: Path, log: str, device: str) -> None:
         self.folder, self.log, self.device = folder, folder / log, device
-        self.run, self.vocabulary = f"{folder}/run", f"{folder}/tokenizer"
-        self.train, self.held_out = f"{folder}/train.jsonl", f"{folder}/held_out.jsonl"
+        self.run = f"{folder}/run"
+        self.vocabulary = f"{folder}/tokenizer"
+        self.train = f"{folder}/train.jsonl"
+        self.held_out = f"{folder}/held_out.jsonl"
 
     def call(self, *argv: str, **how: Any) -> str:
         return call(self.log, list(argv), **how)

@@ -57,5 +57,6 @@ def _witten_bell(context: Integers, byte: Integers, contexts: int) -> tuple[Real
     """Return n / (n + t) for each context, 0 if unseen, and the counts [contexts, 256]."""
     pairs = context * 256 + byte
     counts = np.bincount(pairs, minlength=contexts * 256).reshape(contexts, 256)
-    n, t = counts.sum(1), np.count_nonzero(counts, axis=1)
+    n = counts.sum(1)
+    t = np.count_nonzero(counts, axis=1)
     return n / np.maximum(n + t, 1), counts

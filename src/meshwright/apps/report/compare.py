@@ -230,7 +230,8 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
     late = [g for g in last_tenth if math.isfinite(g)]
 
     # When each reaches the final loss of the other.
-    checks, other_checks = a.validations(), b.validations()
+    checks = a.validations()
+    other_checks = b.validations()
     kind = "validation" if checks and other_checks else "training"
     reached = list[dict[str, Any]]()
     if not validated_differently(a, b):
@@ -308,7 +309,8 @@ def distance_column(d: dict[str, Any], unit: str) -> dict[str, str]:
     """Return the cells of one run, by the labels of their lines."""
     column = {"common steps": f"{d['common_steps']:,}"}
     if far := d["largest"]:
-        first, share = d["first"], d["largest_relative"]
+        first = d["first"]
+        share = d["largest_relative"]
         column["first difference in any bit"] = (
             "none: equal to the last bit" if first is None else f"iteration {first:,}"
         )

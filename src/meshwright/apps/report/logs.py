@@ -95,7 +95,8 @@ def megatron_line(text: str) -> LogLine | None:
             values[name] = _number(value)
 
     # Versions name the speed and the TFLOPs differently; the oldest have the time alone.
-    ms, batch = values.get("elapsed time per iteration (ms)"), values.get("global batch size")
+    ms = values.get("elapsed time per iteration (ms)")
+    batch = values.get("global batch size")
     speed = values.get("samples per second")
     if speed is None:
         speed = values.get("tpt")
@@ -115,7 +116,8 @@ def libai_line(text: str) -> LogLine | None:
         return None
     speed = _after("total_throughput: +", text)
     if speed is None:
-        seconds, batch = _after(r"\btime: +", text), _after(r"total_batch_size: +", text)
+        seconds = _after(r"\btime: +", text)
+        batch = _after(r"total_batch_size: +", text)
         speed = batch / seconds if seconds and batch else None
     return LogLine(int(iteration[1]), speed, _after("total_loss: +", text))
 
@@ -307,7 +309,8 @@ def config_of(log: Log) -> str:
 
     The arguments in the log say what ran, the names of the log and its folder the rest.
     """
-    arguments, path = log.arguments, log.path.absolute()
+    arguments = log.arguments
+    path = log.path.absolute()
     name = f"{path.parent.name}/{path.stem}"
 
     def number(argument: str, short: str) -> str | None:

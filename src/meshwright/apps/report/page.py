@@ -124,7 +124,8 @@ def show_state(history: History, now: float) -> list[str]:
         return [f'<p class="quiet" id="state">last attempt: {words}</p>']
 
     total = last.start.get("train_iters")
-    words, bar = f"step {last.last:,}", []
+    words = f"step {last.last:,}"
+    bar = []
     if isinstance(total, int) and total:
         words += f" of {total:,}"
         recent = [s.ms for s in history.steps[-100:] if s.iteration > last.began]
@@ -180,7 +181,8 @@ def explain_set(
     checks: list[Validation], count: int, settings: dict[str, Any], is_running: bool
 ) -> list[str]:
     """Return sentences on the validations of one set, which were at `count` steps."""
-    best, last = min(checks, key=lambda v: v.loss), checks[-1]
+    best = min(checks, key=lambda v: v.loss)
+    last = checks[-1]
     lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
     if best.iteration == last.iteration:
         then = "it is still falling" if is_running else "a longer training may lower it further"
@@ -244,7 +246,8 @@ def headlines(
 
     # What it learned, on text that it was not trained on.
     for checks in history.sets().values():
-        on, last = suffix(checks[0]), checks[-1]
+        on = suffix(checks[0])
+        last = checks[-1]
         best = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss)
         out[f"{final} validation loss{on}"] = f"{last.loss:.4f}"
         out[f"{final} validation perplexity{on}"] = f"{last.ppl:,.2f}"
@@ -367,7 +370,8 @@ def part_plots(history: History) -> list[str]:
     """Return figures of each set's validation loss: by position, and by data set over the steps."""
     out = []
     for checks in history.sets().values():
-        on, last = suffix(checks[0]), checks[-1]
+        on = suffix(checks[0])
+        last = checks[-1]
         if len(last.by_position) > 1:
             out.append(position_plot(checks, f"Validation loss by position{on}"))
         if last.by_data:

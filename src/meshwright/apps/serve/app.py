@@ -50,12 +50,10 @@ class TextServer:
     """The ASGI application, and what its paths share."""
 
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
-        self.served, self.scheduler, self.limits, self.metrics = (
-            served,
-            scheduler,
-            limits,
-            ServerMetrics(),
-        )
+        self.served = served
+        self.scheduler = scheduler
+        self.limits = limits
+        self.metrics = ServerMetrics()
         routes = [
             Route(
                 "/v1/completions",

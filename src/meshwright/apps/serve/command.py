@@ -91,7 +91,8 @@ class ServeConfig(ReadConfig):
     )
 
     def problems(self) -> list[Problem]:
-        s, out = self.serve, checks.reading_problems(self, "serve")
+        s = self.serve
+        out = checks.reading_problems(self, "serve")
         if s.api_key is not None and s.api_key_file is not None:
             text = "{api_key} and {api_key_file} cannot be combined; give one"
             out.append(Problem(("api_key", "api_key_file"), text))

@@ -37,7 +37,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     for old, new in OLD_ARGUMENTS.items():
         if f.take(old) is not None:
             raise Refusal(f"{old} is no longer used; give {new}", old)
-    tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
+    tokenizer = served.model.tokenizer
+    logprobs = f.flag("logprobs")
     prompts = encode_prompt_texts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     if not length and not logprobs:
@@ -45,7 +46,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
             "tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate"
         )
     options, decay, floor = read_options(f, length)
-    double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
+    double = f.flag("stop_on_double_eol")
+    single = f.flag("stop_on_eol")
     ends = ("\n\n",) if double else ("\n",) if single else ()
     pair = None
     if f.flag("prevent_newline_after_colon"):
@@ -83,7 +85,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
 
 
 def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
-    texts, bos = f.take("prompts"), f.flag("add_BOS")
+    texts = f.take("prompts")
+    bos = f.flag("add_BOS")
     if not isinstance(texts, list) or not texts or not all(isinstance(p, str) for p in texts):
         raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
     if len(texts) > openai.MOST_TEXTS:
@@ -98,7 +101,8 @@ def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     """Return the flags of sampling, and the decay of top_p with its lower end."""
-    temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000)
+    temperature = f.number("temperature", 1.0, 0, 100)
+    top_k = f.integer("top_k", 0, 0, 1000)
     if not temperature:
         raise Refusal(
             "temperature must be above 0; top_k 1 takes the likeliest token", "temperature"

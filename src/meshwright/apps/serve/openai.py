@@ -27,7 +27,9 @@ from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import TokenText
 
 MOST_TEXTS = 128  # of one request
-MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 16, 200, 20
+MOST_STOPS = 16
+LONGEST_STOP = 200
+MOST_LOGPROBS = 20
 LONGEST_TOKEN = 512  # characters on average: no text of more fits, and it is not worth encoding
 # Identifiers for OpenAI's own records; they never change an answer.
 IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -95,7 +97,8 @@ class OpenAICall:
 
 def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     prompts = encode_prompt_field(f.take("prompt"), served)
-    echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
+    echo = f.flag("echo")
+    length = f.integer("max_tokens", 16, 0, 2**31 - 1)
     if not length and not echo:
         raise Refusal(
             "max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens"
@@ -124,11 +127,13 @@ def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
         f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
     ]
     length = next((n for n in lengths if n is not None), None)
-    most, ends_only = served.model.seq_length, reads_end_only(f)
+    most = served.model.seq_length
+    ends_only = reads_end_only(f)
     prompt = render(messages, served, length or most if ends_only else None)
     room = max(1, most - len(prompt))
     length = room if length is None else min(length, room) if ends_only else length
-    wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+    wants = f.flag("logprobs")
+    top = f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
         raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
     n = f.integer("n", 1, 1, MOST_TEXTS)
@@ -197,7 +202,8 @@ def read_texts(
 
 def read_options(f: Fields, length: int) -> Sampling:
     """Return the flags of sampling; OpenAI's `top_p` of 1 is all tokens, and 0 the likeliest."""
-    temperature, top_p = f.number("temperature", 1.0, 0, 100), f.number("top_p", 1.0, 0, 1)
+    temperature = f.number("temperature", 1.0, 0, 100)
+    top_p = f.number("top_p", 1.0, 0, 1)
     return Sampling(
         temperature,
         top_k=max(0, f.integer("top_k", 0, -1, 2**31 - 1)),  # -1: all, as in vLLM
@@ -209,7 +215,8 @@ def read_options(f: Fields, length: int) -> Sampling:
 
 
 def read_stream(f: Fields) -> tuple[bool, bool]:
-    stream, options = f.flag("stream"), f.take("stream_options")
+    stream = f.flag("stream")
+    options = f.take("stream_options")
     if options is None:
         return stream, False
     if not isinstance(options, dict):
@@ -230,7 +237,8 @@ def encode_prompt_field(given: Any, served: ServedModel) -> list[list[int]]:
     prompts = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not 0 < len(prompts) <= MOST_TEXTS:
         raise Refusal(f"prompt has {len(prompts)} prompts; give 1 to {MOST_TEXTS}", "prompt")
-    tokenizer, vocab = served.model.tokenizer, served.model.model.vocab
+    tokenizer = served.model.tokenizer
+    vocab = served.model.model.vocab
     out = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -317,7 +325,8 @@ def render(
     Where there is no room for an answer of `most` tokens, the oldest messages are left out, as in
     `meshwright chat`.
     """
-    tokenizer, template = served.model.tokenizer, served.template
+    tokenizer = served.model.tokenizer
+    template = served.template
     require_size(served, sum(len(m["content"]) for m in messages))
     system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
     turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
@@ -356,7 +365,8 @@ class ChoiceText:
     """A text while it comes, cut before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self.tokenizer, self.request = tokenizer, request
+        self.tokenizer = tokenizer
+        self.request = request
         self._echoed, self._stream = TokenText(tokenizer), request.new_text(tokenizer)
         self._count = 0
         self._waiting: list[Token] = []

@@ -76,7 +76,10 @@ class Scheduler:
     def __init__(
         self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None
     ) -> None:
-        self.decoder, self.slots, self.queue, self.device = decoder, slots, queue, device
+        self.decoder = decoder
+        self.slots = slots
+        self.queue = queue
+        self.device = device
         self.seats = 0  # requests at work or waiting
         self.broken: BaseException | None = None  # what ended the thread, if not close()
         self.on_break: Callable[[], None] = lambda: None  # called in the event loop

@@ -135,7 +135,9 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 def at_width(m: Model, width: int) -> Model:
     """Return the model with another width, of which heads, groups and MLP keep their shares."""
-    hidden, heads, groups = m.hidden_size or 1, m.num_attention_heads or 1, m.num_query_groups or 0
+    hidden = m.hidden_size or 1
+    heads = m.num_attention_heads or 1
+    groups = m.num_query_groups or 0
     unit = hidden // math.gcd(hidden, heads, groups)
     if width % unit:
         raise SettingsError(
@@ -205,7 +207,8 @@ def start_trainer(config: TrainConfig, device: torch.device) -> Trainer:
     """Return a trainer of this process that has drawn its weights."""
     vocabulary = find_vocabulary(config, None)
     spec = Spec(config, Layout(), device, vocabulary.size, vocabulary.padded)
-    state, timers = build_state(spec, ALONE, Startup()), Timers(0, "minmax", device, ALONE)
+    state = build_state(spec, ALONE, Startup())
+    timers = Timers(0, "minmax", device, ALONE)
     feed = open_feed(state, vocabulary.tokenizer, None)
     repeated = RepeatedFeed(feed.datasets, feed.spec)
     return Trainer(

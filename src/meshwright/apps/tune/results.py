@@ -59,7 +59,8 @@ def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
 
 
 def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
-    held_out, training = list[float](), list[float]()
+    held_out = list[float]()
+    training = list[float]()
     tokens, seconds = 0, 0.0
     for run in runs:
         tail = run.tail

@@ -123,7 +123,9 @@ class Sweep:
     """The runs of a folder; `start` makes a run's process from the words after `meshwright`."""
 
     def __init__(self, plan: SweepPlan, runs: dict[str, SweepRun], words: list[str]) -> None:
-        self.plan, self.runs, self.words = plan, runs, words
+        self.plan = plan
+        self.runs = runs
+        self.words = words
         self.children: dict[str, Child] = {}
         self.program = [sys.executable, "-u", "-m", "meshwright"]
 
@@ -183,7 +185,8 @@ class Sweep:
         self.say(run, "started")
 
     def finish(self, name: str) -> None:
-        run, child = self.runs[name], self.children.pop(name)
+        run = self.runs[name]
+        child = self.children.pop(name)
         run.read(self.plan.folder)
         status = child.process.returncode
         status = 128 - status if status < 0 else status
@@ -192,12 +195,15 @@ class Sweep:
         elif child.is_stopped and status == SIGTERM:
             run.state = "stopped"
         elif status in (SIGINT, SIGTERM):
-            run.state, run.note = "interrupted", "it goes on when the sweep is started again"
+            run.state = "interrupted"
+            run.note = "it goes on when the sweep is started again"
         elif status == NON_FINITE:
-            run.state, run.note = "diverged", MEANINGS[status]
+            run.state = "diverged"
+            run.note = MEANINGS[status]
         else:
             why = MEANINGS.get(status, f"exit status {status}")
-            run.state, run.note = "failed", f"{why}; see {self.plan.folder / name}.log"
+            run.state = "failed"
+            run.note = f"{why}; see {self.plan.folder / name}.log"
         self.write()
         self.say(run, run.state)
 
@@ -314,7 +320,8 @@ def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
     """Raise UserError with what train would refuse in the settings and the files of these runs."""
     from meshwright.training.before.resolve import bring_files, find_vocabulary, run_folder_of
 
-    wrong, seen = list[UserError](), set[str]()
+    wrong = list[UserError]()
+    seen = set[str]()
     for run in runs:
         try:
             config = plan.read_settings(run.name, run.point)

@@ -32,7 +32,9 @@ HEAD = 8  # width of a head
 SCALE = 2.0**10  # of the loss in float16
 RATE = 1e-2  # of learning
 SMALL = dict(num_layers=8, hidden_size=64, num_attention_heads=16)
-SMALL_LENGTH, SMALL_VOCABULARY, SMALL_BATCH = 64, 512, 32
+SMALL_LENGTH = 64
+SMALL_VOCABULARY = 512
+SMALL_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -171,12 +173,14 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
     # As few heads as all ranks can share, of which as many share a key as in the run, or two.
     tp = c.parallel.tensor_model_parallel_size
     unit = tp * c.parallel.context_parallel_size
-    heads, groups = m.num_attention_heads or 1, m.groups
+    heads = m.num_attention_heads or 1
+    groups = m.groups
     few = unit * min(2, max(1, groups // unit))
     few_heads = few * min(2, heads // groups)
 
     # Heads may be narrower or wider than the residual stream.
-    hidden, width = m.hidden_size or 1, few_heads * HEAD
+    hidden = m.hidden_size or 1
+    width = few_heads * HEAD
     small = width
     if heads * m.head_dim < hidden:
         small = 2 * width
@@ -208,7 +212,9 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
 
 def shrink_stages(c: TrainConfig) -> tuple[int, Parallel]:
     """Return a small number of layers, and the pipeline that cuts them in the same way."""
-    p, stages, layers = c.parallel, c.stages, c.model.num_layers or 0
+    p = c.parallel
+    stages = c.stages
+    layers = c.model.num_layers or 0
     virtual = p.num_layers_per_virtual_pipeline_stage
     if p.pipeline_layout and virtual is None:
         # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
@@ -238,10 +244,13 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
 
 def training(c: TrainConfig, on_accelerator: bool) -> Training:
     """Return few micro-batches of few samples, and the options of the passes."""
-    t, pp = c.training, c.parallel.pipeline_model_parallel_size
-    number, micro = c.micro_batches(c.global_batch), c.micro_batch
+    t = c.training
+    pp = c.parallel.pipeline_model_parallel_size
+    number = c.micro_batches(c.global_batch)
+    micro = c.micro_batch
     if number * micro * c.dp > SMALL_BATCH:
-        micro, number = min(micro, 2), min(number, 2 * pp if pp > 1 else 3)
+        micro = min(micro, 2)
+        number = min(number, 2 * pp if pp > 1 else 3)
     batch = number * micro * c.dp
     # A batch that grows does so once, by what all ranks pass at once.
     unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
@@ -284,7 +293,8 @@ def data(d: Data, length: int) -> Data:
 
 def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
-    rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
+    rate = 0.3 if o.optimizer == "sgd" else RATE
+    clip = 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
     least = max(o.adam_eps, 1e-6)
     return replace(
@@ -298,7 +308,9 @@ def optimizer(o: Optimizer) -> Optimizer:
 
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
     """Return what the run has and the baseline has not, each as a reader would ask for it."""
-    t, p, m = c.training, c.precision, c.model
+    t = c.training
+    p = c.precision
+    m = c.model
     low = "" if p.params_dtype == "float64" else "float32"
     if p.bf16 or p.fp16:
         low = "bf16" if p.bf16 else "fp16"

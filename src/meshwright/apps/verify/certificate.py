@@ -59,7 +59,8 @@ def certificate(
 ) -> dict[str, Any]:
     """Return the values of the file, all as JSON has them."""
     p, device = config.parallel, setup.device
-    settings, defaults = flags.to_dict(config), flags.to_dict(TrainConfig())
+    settings = flags.to_dict(config)
+    defaults = flags.to_dict(TrainConfig())
     given = {name: value for name, value in settings.items() if value != defaults[name]}
     versions = {
         "meshwright": our_version(),
@@ -145,8 +146,10 @@ def describe_difference(comparison: Comparison, folder: Path | None) -> str:
 
 def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSetup) -> list[str]:
     """Return what was compared, for people."""
-    baseline, p = comparison.config, config.parallel
-    m, backend = baseline.model, pick_backend(p, setup.device)
+    baseline = comparison.config
+    p = config.parallel
+    m = baseline.model
+    backend = pick_backend(p, setup.device)
     layout = [describe_layout(config)]
     if p.zero_stage:
         layout.append(f"ZeRO {p.zero_stage}")

@@ -81,8 +81,11 @@ def ranks_wanted(c: TrainConfig) -> int:
 
 def missing(c: TrainConfig, ranks: int) -> list[str]:
     """Return flags for what a training needs and nothing names, small and divisible."""
-    m, p, t = c.model, c.parallel, c.training
-    pp, cp = p.pipeline_model_parallel_size, p.context_parallel_size
+    m = c.model
+    p = c.parallel
+    t = c.training
+    pp = p.pipeline_model_parallel_size
+    cp = p.context_parallel_size
     unit = p.tensor_model_parallel_size * cp  # the ranks that divide heads and tokens
     values: dict[str, object] = {}
 
@@ -141,7 +144,8 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
     from meshwright.training.small_run import RankSetup
 
-    p, steps = config.parallel, config.training.verify_layout or STEPS
+    p = config.parallel
+    steps = config.training.verify_layout or STEPS
     config = with_settings(config, verify_layout=steps)
     world = find_world(os.environ, p.local_rank)
     device = devices.open_device(p.device, world.local_rank)
@@ -165,7 +169,8 @@ def rehearse(resolved: TrainingRun, layout: Layout, device: torch.device, team: 
     from meshwright.apps.verify.certificate import verify_layout
     from meshwright.training.small_run import RankSetup
 
-    groups, caller = dict(layout.groups), resolved.caller
+    groups = dict(layout.groups)
+    caller = resolved.caller
 
     def connect(baseline: Layout) -> Layout:
         """Give the baseline the run's own groups, so that it makes none."""

@@ -81,7 +81,8 @@ class Quantity(StrEnum):
 
     def tolerance(self, config: TrainConfig, device: torch.device) -> float:
         """Return the largest difference that rounding makes."""
-        dtype, rule = config.precision.dtype, config.optimizer
+        dtype = config.precision.dtype
+        rule = config.optimizer
         if self.is_exact:
             return 0.0
         if dtype == "float64" or self is Q.GRADIENTS:
@@ -243,7 +244,8 @@ class Watched:
 
     def copy_gradients(self) -> None:
         """Copy what the sums over the ranks gave: the update changes it in place."""
-        store, scale = self.trainer.net.store, self.trainer.state.scaler.scale
+        store = self.trainer.net.store
+        scale = self.trainer.state.scaler.scale
         summed = dict(store.each_gradient())
         for name, (shape, boxes, _) in store.named_state(False).items():
             self.gradients[name] = shape, boxes, _on_host(summed[name]) / scale
@@ -517,7 +519,8 @@ class _Comparing:
         want = self.team.run_on_rank_0(lambda: self.validation)
         loss = run.trainer.validation.validate("valid", is_at_end=True)
         self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
-        saved, counters = made.state, run.counters()
+        saved = made.state
+        counters = run.counters()
         if self.folder:
             run.trainer.state.save()
             run.trainer.state.saver.wait()
@@ -612,13 +615,16 @@ class _Comparing:
         def load() -> None:
             nonlocal state, loaded, made
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
-                state, loaded, made = run.state(), run.counters(), run.step()
+                state = run.state()
+                loaded = run.counters()
+                made = run.step()
 
         self.team.run_on_rank_0(load)
         self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(state), floor=0.0)
         if self.team.is_rank_0:
             self.compare_counters(Q.LOADED_ALONE, loaded, counters)
-            want, number = self.one[self.steps], self.steps + 1
+            want = self.one[self.steps]
+            number = self.steps + 1
             self.seen.tensors(Q.NEXT_STEP_ALONE, number, made.state, full_tensors(want.state))
             for name, got in made.numbers.items():
                 self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, want.numbers[name]))
@@ -654,7 +660,8 @@ class _Comparing:
             names = [name for kind, name in largest if kind == what]
             if names:
                 worst = max(names, key=lambda name: largest[what, name])
-                far, allowed = largest[what, worst], self.seen.allowed(what)
+                far = largest[what, worst]
+                allowed = self.seen.allowed(what)
                 compared.append(Compared(what, len(names), far, worst, allowed, dtype))
 
         # Within a step, in the order in which it makes the quantities, the largest first.

@@ -128,10 +128,12 @@ def read_view(f: Fields) -> View:
 
 async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
     """Yield the state as server-sent events: at once, and whenever something was read."""
-    sent, waited = -1, 0.0
+    sent = -1
+    waited = 0.0
     while not watcher.is_over():
         if watcher.version != sent or waited >= SILENCE_SECONDS:
-            sent, waited = watcher.version, 0.0
+            sent = watcher.version
+            waited = 0.0
             text = json.dumps(await asyncio.to_thread(watcher.state))
             yield f"data: {text}\n\n"
         await asyncio.sleep(EVENT_SECONDS)

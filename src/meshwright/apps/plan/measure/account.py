@@ -205,7 +205,8 @@ class Observer:
 
     def __init__(self, account: Account, net: Network) -> None:
         self.account = account
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         for part in net.parts:
             self.hook_part(part, counts=net.pipeline is None)
         self.wrap(net.store, "begin_backward", self.begin_backward)
@@ -218,11 +219,13 @@ class Observer:
         self.account.enter(Section(phase, layer, self.micro_batch, self.chunk))
 
     def begin_step(self) -> None:
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         self.enter("begin")
 
     def begin_update(self, *_: Any) -> None:
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         self.enter("update")
 
     def begin_backward(self, *_: Any) -> None:
@@ -232,10 +235,12 @@ class Observer:
     def announced(self, actions: Iterable[Action]) -> Iterator[Action]:
         """Note each pass of a pipeline's schedule before it begins."""
         for action in actions:
-            self.micro_batch, self.chunk = action.microbatch, action.chunk
+            self.micro_batch = action.microbatch
+            self.chunk = action.chunk
             self.enter("embedding" if action.op == "F" else "head backward")
             yield action
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         self.enter("end")
 
     def wrap(self, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -293,7 +298,8 @@ class Observer:
             section = Section(phase, layer, self.micro_batch, self.chunk)
 
             def enter(_: Any) -> None:
-                self.micro_batch, self.chunk = section.micro_batch, section.chunk
+                self.micro_batch = section.micro_batch
+                self.chunk = section.chunk
                 self.account.enter(section)
 
             max(nodes, key=lambda node: node._sequence_nr()).register_prehook(enter)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 MIB = 1 << 20
 MAIN = 0  # number of the stream on which a step computes
 SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of those in medium ones
-SMALL_SEGMENT, MEDIUM_SEGMENT, STEP = 2 * MIB, 20 * MIB, 2 * MIB
+SMALL_SEGMENT = 2 * MIB
+MEDIUM_SEGMENT = 20 * MIB
+STEP = 2 * MIB
 LEAST = 512  # bytes of a block
 
 
@@ -35,7 +37,9 @@ class Slab:
     __slots__ = ("after", "at", "before", "is_free", "size")
 
     def __init__(self, at: int, size: int) -> None:
-        self.at, self.size, self.is_free = at, size, False
+        self.at = at
+        self.size = size
+        self.is_free = False
         self.before: Slab | None = None
         self.after: Slab | None = None
 
@@ -73,7 +77,10 @@ class CachingAllocator:
         rest = slab.size - size
         if rest >= LEAST if is_small else rest > SMALL:
             other = Slab(slab.at + size, rest)
-            other.before, other.after, slab.after, slab.size = slab, slab.after, other, size
+            other.before = slab
+            other.after = slab.after
+            slab.after = other
+            slab.size = size
             if other.after is not None:
                 other.after.before = other
             self.put(other, pool)
@@ -90,7 +97,8 @@ class CachingAllocator:
         )
         self.reserved += taken
         self.most = max(self.most, self.reserved)
-        at, self.end = self.end, self.end + taken
+        at = self.end
+        self.end = self.end + taken
         return Slab(at, taken)
 
     def put(self, slab: Slab, pool: Pool) -> None:

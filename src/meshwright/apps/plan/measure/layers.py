@@ -37,7 +37,8 @@ def choose_units(config: TrainConfig, stage: range, least: int) -> list[Unit]:
     """Return the layers of a stage that are measured: of those alike, `least` in a row."""
     groups = recomputed_groups(config, stage)
     kinds = [kind_of_group(config, group, again) for group, again in groups]
-    units, at = list[Unit](), 0
+    units = list[Unit]()
+    at = 0
     while at < len(groups):
         period, count = longest_repeat(kinds[at:])
         if count <= least:
@@ -78,13 +79,15 @@ def kind_of_group(config: TrainConfig, group: range, again: bool) -> tuple[objec
 
 def longest_repeat(kinds: Sequence[object]) -> tuple[int, int]:
     """Return the period and number of the repetitions at the begin that cover the most."""
-    best, covered = (1, 1), 1
+    best = (1, 1)
+    covered = 1
     for period in range(1, min(LONGEST_PERIOD, len(kinds)) + 1):
         count = 1
         while kinds[count * period : (count + 1) * period] == kinds[:period]:
             count += 1
         if count > 1 and count * period > covered:
-            best, covered = (period, count), count * period
+            best = (period, count)
+            covered = count * period
     return best
 
 
@@ -146,7 +149,8 @@ class Extension:
 
     def run(self) -> list[Placed]:
         freed = {event.key: at for at, event in enumerate(self.events) if event.key != at}
-        timed, keys = list[tuple[LayerPlace, MemoryEvent]](), itertools.count()
+        timed = list[tuple[LayerPlace, MemoryEvent]]()
+        keys = itertools.count()
         for at, event in enumerate(self.events):
             span = self.span_of[at]
             if event.key != at or self.spans[span].step == 0:  # freed, or allocated by the set-up
@@ -168,7 +172,8 @@ class Extension:
 
     def runs_forward(self, span: int) -> bool:
         """Return whether the first copy of a span's unit runs first."""
-        before, after = self.neighbour(span, -1), self.neighbour(span, 1)
+        before = self.neighbour(span, -1)
+        after = self.neighbour(span, 1)
         return (before is not None and before < span) or (after is not None and after > span)
 
     def neighbour(self, span: int, step: int) -> int | None:
@@ -184,7 +189,8 @@ class Extension:
     def place_of_end(self, span: int, copy: int, at: int) -> LayerPlace:
         """Return where the memory that a copy of a span's unit allocates is freed."""
         there = self.span_of[at]
-        begin, end = self.spans[span].section, self.spans[there].section
+        begin = self.spans[span].section
+        end = self.spans[there].section
         fixed = LayerPlace(there, self.copies(there) - 1, at)
         if begin.layer is None or end.layer is None or begin.chunk != end.chunk:
             return fixed

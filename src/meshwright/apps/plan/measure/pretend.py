@@ -156,7 +156,8 @@ class PretendedGroup:
     """A process group of which only the size matters."""
 
     def __init__(self, size: int) -> None:
-        self.count, self.group_name = size, "counted"
+        self.count = size
+        self.group_name = "counted"
 
     def size(self) -> int:
         return self.count
@@ -234,7 +235,8 @@ class FlashAttention(torch.autograd.Function):
         account.recorder.attention(q, k, v, dropout, False, account.section)
         out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
         logsumexp = new(batch, heads, tokens)
-        rng_state, unused = new(2, dtype=torch.int64), new(1, dtype=torch.int64)
+        rng_state = new(2, dtype=torch.int64)
+        unused = new(1, dtype=torch.int64)
         ctx.save_for_backward(q, k, v, out, logsumexp, rng_state, unused)
         ctx.account, ctx.dropout = account, dropout
         return out
@@ -251,7 +253,8 @@ class FlashAttention(torch.autograd.Function):
 
         dq, dk, dv = (like_heads(n).transpose(1, 2) for n in (heads, groups, groups))
         # Sums of dq in full precision, padded to blocks, and a number for each row.
-        rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32
+        rows = -(-tokens // 128) * 128
+        columns = -(-width // 32) * 32
         held = [new(batch, rows, heads, columns), new(batch, heads, rows)]
         if groups < heads:  # the gradients of keys and values before they are summed over groups
             held += [like_heads(heads), like_heads(heads)]
@@ -273,7 +276,8 @@ class FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         account = ctx.account
-        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+        dx = torch.empty_like(x)
+        dw = torch.empty_like(weight)
         account.recorder.fused("rms_norm_backward", (x, weight, grad, dx, dw), account.section)
         return None, dx, dw
 
@@ -305,7 +309,9 @@ def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> Tensor:
     """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
-    heads, tokens, scale = q.shape[1], q.shape[2], q.shape[3] ** -0.25
+    heads = q.shape[1]
+    tokens = q.shape[2]
+    scale = q.shape[3] ** -0.25
     q = q * scale
     if mask is None:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=META).tril()

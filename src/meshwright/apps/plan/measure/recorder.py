@@ -136,7 +136,8 @@ def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> TracedOperation
     # copies around collectives and beside products, which are counted with the former
     if func.namespace == "fsdp":
         return TracedOperation("host", name, "torch")
-    taken, made = tensors_in((args, kwargs)), tensors_in(out)
+    taken = tensors_in((args, kwargs))
+    made = tensors_in(out)
     is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.is_view or name in NO_KERNEL or is_on_host:
         return TracedOperation("host", name, "view")
@@ -261,8 +262,10 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
 
 def symmetric_product_of(given: Mapping[str, Any]) -> TracedOperation:
     """Return a product of matrices [n, m, k] of which the tiles up to the diagonal are computed."""
-    a, out = given["a"], given["out"]
-    rows, columns = given["ROWS"], given["COLUMNS"]
+    a = given["a"]
+    out = given["out"]
+    rows = given["ROWS"]
+    columns = given["COLUMNS"]
     tiles = sum(i * rows // columns + 1 for i in range(-(-given["m"] // rows)))
     return TracedOperation(
         "product",

@@ -128,7 +128,8 @@ def whole_steps(
         count = passed_micro_batches(config, ROUNDS // 2)
     else:
         count = min(2, config.micro_batches(config.global_batch))
-    extent, recorder = Extent(count, steps_to_measure(config)), OperationRecorder()
+    extent = Extent(count, steps_to_measure(config))
+    recorder = OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
     if model is None:
@@ -185,7 +186,8 @@ def update_of_all(
 
     It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
     """
-    few, others = set[int](), list[int]()
+    few = set[int]()
+    others = list[int]()
     for layers in stages_of_rank(config, pipeline_rank):
         few.update(layers[:2])
         others += layers[2:]
@@ -242,7 +244,8 @@ def complete(events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
 
 def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
     """Return the micro-batches until the peak: GPipe holds all, others those of some rounds."""
-    count, p = config.micro_batches(config.global_batch), config.parallel
+    count = config.micro_batches(config.global_batch)
+    p = config.parallel
     if p.pipeline_schedule == "gpipe":
         return count
     return min(count, rounds * p.pipeline_model_parallel_size)
@@ -314,13 +317,18 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
         order.append((kind_of[chunk], i == 0, op))
 
     # Find the pass with the peak: the level before it, messages on their way, and its own.
-    level, most, at, in_flight_at_peak = 0, -1, 0, 0
+    level = 0
+    most = -1
+    at = 0
+    in_flight_at_peak = 0
     sent = list[int]()
     for number, each in enumerate(order):
         in_flight = sum(sent[-kept:])
         peak = level + in_flight + passes.memory[each].most
         if peak > most:
-            most, at, in_flight_at_peak = peak, number, in_flight
+            most = peak
+            at = number
+            in_flight_at_peak = in_flight
         level += passes.memory[each].rest
         kind, _, op = each
         if op == "B" and kind in passes.messages:
@@ -351,7 +359,8 @@ def scheduled_events(
     kept = most_sent(config.chunks)
     # A new key for each allocation of each micro-batch in each stage.
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
-    out, sent = list[MemoryEvent](), list[MemoryEvent]()
+    out = list[MemoryEvent]()
+    sent = list[MemoryEvent]()
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
         kind = kind_of[chunk]
         for event in passes.events[kind, not i, op]:
@@ -384,7 +393,8 @@ schedule_of = functools.lru_cache(1024)(schedule)
 
 def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
-    own, last = stage_numbers(config, pipeline_rank), len(config.stages) - 1
+    own = stage_numbers(config, pipeline_rank)
+    last = len(config.stages) - 1
     out = []
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
         units = choose_units(config, layers, least_layers(config))
@@ -407,7 +417,9 @@ def measure_passes(
         return MEASURED_PASSES[key]
 
     # One stage of each kind is measured, of the others a layer: none is without layers.
-    steps, units, chosen = steps_to_measure(config), list[list[Unit]](), set[int]()
+    steps = steps_to_measure(config)
+    units = list[list[Unit]]()
+    chosen = set[int]()
     for chunk, stage in enumerate(stages):
         if chunk in chunks:
             units.append(stage.units)
@@ -415,7 +427,8 @@ def measure_passes(
         else:
             units.append(stage.units[:1])
         chosen.add(stage.units[0].layers[0])
-    extent, recorder = Extent(2, steps, chunks), OperationRecorder()
+    extent = Extent(2, steps, chunks)
+    recorder = OperationRecorder()
     record = measure_layers(config, padded, pipeline_rank, chosen, extent, recorder)
     placed = [each for each in extend(record, units) if each.span.step == steps]
     growth = update_growth(config, padded, pipeline_rank, units)
@@ -461,7 +474,8 @@ def split_passes(
     begin = list[MemoryEvent]()
     events = defaultdict[Pass, list[MemoryEvent]](list)
     # Freed by the same micro-batch; by a later backward pass; at the end of the pass.
-    own, carried = set[int](), set[int]()
+    own = set[int]()
+    carried = set[int]()
     at_end = defaultdict[Pass, list[MemoryEvent]](list)
     messages = Counter[int]()
 

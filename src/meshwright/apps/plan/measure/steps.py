@@ -150,7 +150,9 @@ def take_steps(net: Network, batches: list[Batch], account: Account, steps: int)
 
 def sample_batch(config: TrainConfig) -> Batch:
     """Return a micro-batch on the host."""
-    d, cp, batch = config.data, config.parallel.context_parallel_size, config.micro_batch
+    d = config.data
+    cp = config.parallel.context_parallel_size
+    batch = config.micro_batch
     masks_loss, resets_positions, resets_attention = d.document_effects
     length = d.seq_length or 0
     ids = torch.zeros(batch, length // cp, dtype=torch.int64)

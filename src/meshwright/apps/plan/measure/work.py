@@ -25,10 +25,8 @@ def operations_of_step(
     config: TrainConfig, padded: int, model: Model | None = None
 ) -> StepOperations:
     """Return what all stages execute for a mean micro-batch, and the fullest rank's update."""
-    count, numbers = (
-        max(1, config.micro_batches(config.global_batch)),
-        parameters_of_ranks(config, padded),
-    )
+    count = max(1, config.micro_batches(config.global_batch))
+    numbers = parameters_of_ranks(config, padded)
     stages: dict[int, PassOperations] = {}
     updates = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
