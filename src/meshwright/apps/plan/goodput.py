@@ -41,7 +41,9 @@ class Interruptions:
         segment = math.expm1((interval + self.stall) / self.between)
         recovery = math.exp((self.restart + self.written) / self.between)
         lost = segment * recovery
-        return interval / (self.between * lost) if lost < math.inf else 0.0
+        if lost == math.inf:
+            return 0.0
+        return interval / (self.between * lost)
 
 
 @dataclass(frozen=True)

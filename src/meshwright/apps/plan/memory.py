@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from meshwright.apps.plan import traffic
-from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent
+from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent, rounded
 from meshwright.base.device import HIDES, NVIDIA
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -39,7 +39,6 @@ NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
 SYMMETRIC_TRIAL = 16 << 20  # of the trial of sums by copy engines
 # of cuBLAS, for the threads of both passes, and of cuBLASLt
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
-ROUNDING = 512  # bytes to which torch's allocator rounds up
 
 
 # what steps allocate: bytes by kind at the peak, and in order
@@ -130,6 +129,7 @@ def measure_in_child(
         "niceness": niceness,
     }
     try:
+        # The child has no device, lets the training go first, and is given up if it hangs.
         done = subprocess.run(
             [sys.executable, "-m", "meshwright.apps.plan.measure"],
             input=json.dumps(given),
@@ -244,11 +244,6 @@ def reserved_bytes(
     return allocator.most
 
 
-def rounded(size: int) -> int:
-    """Return the bytes that torch's allocator takes for so many."""
-    return -(-size // ROUNDING) * ROUNDING
-
-
 def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> list[int]:
     """Return the bytes of the buffers that a device holds; ZeRO 3 has a parameter's apart."""
     o = config.optimizer
@@ -264,6 +259,7 @@ def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str
     full = max(WIDTHS[config.precision.dtype], 4)
     masters = list[int]()
     moments = list[int]()
+    # ZeRO 3 updates each parameter apart, so its master and moments are tensors of their own.
     for unit, number in shapes_of_rank(config, padded, pipeline_rank):
         for name, shape in unit.items():
             own = own_size(shape, parts)

@@ -41,7 +41,7 @@ class PlanForecast(forecast.Forecast):
 
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:
         config = with_settings(config, micro_batch_size=size)
-        kinds = predict(config, load_profile("h200"), padded).ranks[0].kinds
+        kinds = self.memory_of_rank(config, padded, 0)
         return sum(size for kind, size in kinds.items() if kind not in ("buffers", "batches"))
 
     def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> Measured | None:

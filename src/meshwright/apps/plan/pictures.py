@@ -56,7 +56,7 @@ class Drawing:
 def drawn_timeline(prediction: Prediction) -> Timeline | None:
     """Return the passes of a step's first micro-batches on each rank; None without a pipeline."""
     c = prediction.config
-    p = prediction.config.parallel
+    p = c.parallel
     ranks = p.pipeline_model_parallel_size
     if ranks == 1:
         return None
@@ -67,8 +67,11 @@ def drawn_timeline(prediction: Prediction) -> Timeline | None:
 def stacked_memory(prediction: Prediction) -> dict[str, list[float]]:
     """Return kind -> GiB on each pipeline rank; together they are what a rank takes."""
     ranks = prediction.ranks
-    kinds = dict.fromkeys(kind for rank in ranks for kind, size in rank.kinds.items() if size)
-    out = {kind: [rank.kinds.get(kind, 0) / GIB for rank in ranks] for kind in kinds}
+    out: dict[str, list[float]] = {}
+    for number, rank in enumerate(ranks):
+        for kind, size in rank.kinds.items():
+            if size:
+                out.setdefault(kind, [0.0] * len(ranks))[number] = size / GIB
     out["allocator"] = [(rank.reserved - rank.allocated) / GIB for rank in ranks]
     out["context"] = [rank.context / GIB for rank in ranks]
     return out
@@ -83,6 +86,7 @@ def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, floa
     """Return minutes between saves and goodput, around the best interval."""
     best = max(losses.interval, step)
     points = []
+    # From a sixteenth to sixteen times the best interval, which shows how flat the top is.
     for quarter in range(-16, 17):  # of a doubling
         interval = best * 2 ** (quarter / 4)
         if step <= interval < 50 * losses.between:
@@ -140,11 +144,13 @@ def memory_drawing(prediction: Prediction) -> Drawing:
     stacked = stacked_memory(prediction)
     count = len(prediction.ranks)
     figure, axes = plot.new_axes((7.6, 3.4), x="pipeline rank")
+    # Bars of a kind stand on those of the kinds before it.
     base = [0.0] * count
     for colour, sizes in zip(KINDS, stacked.values(), strict=False):
         axes.bar(range(count), sizes, bottom=base, color=colour, width=0.8)
         base = [low + size for low, size in zip(base, sizes, strict=True)]
     have = prediction.machine.profile.memory_bytes / GIB
+    # The device's memory as a line: what is above does not fit.
     axes.axhline(have, color=plot.BAD, lw=1.2)
     axes.set_ylabel("GiB", color=plot.INK)
     axes.set_ylim(0, 1.05 * max(have, *base))

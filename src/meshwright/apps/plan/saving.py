@@ -28,7 +28,9 @@ def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveT
     _, full = traffic.number_bytes(config)
 
     # Bytes of a parameter: its master, its average and its moments.
-    each = full * (1 + (o.ema > 0))
+    each = full
+    if o.ema > 0:
+        each += full
     if not config.checkpoint.no_save_optim:
         moments = 2 if o.optimizer in ("adam", "adamw") else 1
         each += moments * state_bytes(o, full)
@@ -43,5 +45,8 @@ def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveT
     ranks = min(config.world, tp * len(of_ranks) * savers)
     machines = max(1, ranks // profile.links.gpus_per_node)
     writing = total / machines / profile.storage["disk"]
+
+    # Training goes on beside the writing, unless a step works in the same memory.
+    seconds = copying + writing
     in_background = profile.kind != "cpu" and not p.offloads
-    return SaveTime(total, copying if in_background else copying + writing, copying + writing)
+    return SaveTime(total, copying if in_background else seconds, seconds)

@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,19 +113,18 @@ class LegalLayouts:
     # Shapes: the numbers of ranks and the format, for any batch
 
     def shapes(self) -> Iterator[LayoutSizes]:
+        # What is chosen later begins with its least value, which the checks refuse last.
         start = estimate.layout_of(self.run.config)
-        is_fixed = self.freedom.fixed.__contains__
-        if not is_fixed("micro_batch_size"):
+        if "micro_batch_size" not in self.freedom.fixed:
             start = start._replace(micro_batch_size=1)
-        if not is_fixed("zero_stage"):
+        if "zero_stage" not in self.freedom.fixed:  # replicas of shards need some ZeRO
             start = start._replace(zero_stage=min(1, self.copies - 1))
         start = start._replace(recompute_granularity=self.recomputations()[0])
-        return self.divided(
-            start, [self.by_tensor, self.by_context, self.by_pipeline, self.by_format]
-        )
+        levels = [self.by_tensor, self.by_context, self.by_pipeline, self.by_format]
+        return self.divided(start, levels)
 
     def divided(
-        self, layout: LayoutSizes, levels: list[Callable[[LayoutSizes], list[LayoutSizes]]]
+        self, layout: LayoutSizes, levels: Sequence[Callable[[LayoutSizes], list[LayoutSizes]]]
     ) -> Iterator[LayoutSizes]:
         """Yield the legal layouts of these levels: what a level refuses is not divided further."""
         if not levels:
@@ -139,6 +138,7 @@ class LegalLayouts:
                 yield from self.divided(changed, levels[1:])
 
     def by_tensor(self, layout: LayoutSizes) -> list[LayoutSizes]:
+        # A rank has at least a head.
         most = self.run.config.model.num_attention_heads or 1
         sizes = [n for n in divisors(self.run.config.world) if n <= most]
         return [
@@ -151,6 +151,7 @@ class LegalLayouts:
 
     def by_context(self, layout: LayoutSizes) -> list[LayoutSizes]:
         tp = layout.tensor_model_parallel_size
+        # Context ranks exchange tokens for heads, of which tensor ranks have a part.
         most = (self.run.config.model.num_attention_heads or 1) // tp
         sizes = [n for n in divisors(self.run.config.world // tp) if n <= most]
         return [
@@ -162,6 +163,7 @@ class LegalLayouts:
         ranks = self.run.config.world // (
             layout.tensor_model_parallel_size * layout.context_parallel_size
         )
+        # A stage has at least a layer.
         sizes = [n for n in divisors(ranks) if n <= (self.run.config.model.num_layers or 1)]
         return [
             layout._replace(pipeline_model_parallel_size=pp)
@@ -186,10 +188,12 @@ class LegalLayouts:
         for size in self.free(shape, "micro_batch_size", sizes):
             layout = shape._replace(micro_batch_size=size)
             key = (dp, size)
+            # The checks of a batch ask for these two numbers alone, and are slow: once for each
+            # pair.
             if key not in self.batch_reasons:
                 self.batch_reasons[key] = first(batch_problems(self.run.config_of(layout)))
-            if self.batch_reasons[key]:
-                self.refusals.note(self.batch_reasons[key])
+            if reason := self.batch_reasons[key]:
+                self.refusals.note(reason)
             else:
                 out.append(layout)
         return out
@@ -202,9 +206,12 @@ class LegalLayouts:
         pp = shape.pipeline_model_parallel_size
         layers = self.run.config.model.num_layers or 0
         names = self.free(shape, "pipeline_schedule", ["1f1b"])
-        even = layers // pp if pp > 1 and layers % pp == 0 else 1
-        virtual = "num_layers_per_virtual_pipeline_stage"
-        sizes = self.free(shape, virtual, [None, *divisors(even)[:-1]])
+        # Virtual stages of as many layers as divide those of a rank, which all ranks have alike.
+        even = 1
+        if pp > 1 and layers % pp == 0:
+            even = layers // pp
+        virtual: list[int | None] = [None, *divisors(even)[:-1]]
+        sizes = self.free(shape, "num_layers_per_virtual_pipeline_stage", virtual)
         return [(name, sizes) for name in names]
 
     def zero_stages(self, shape: LayoutSizes) -> list[int]:
@@ -214,17 +221,16 @@ class LegalLayouts:
     def recomputations(self) -> list[Any]:
         """Return what there is now, and what saves more memory."""
         now = self.run.config.training.recompute_granularity
-        return (
-            [now]
-            if "recompute_granularity" in self.freedom.fixed
-            else [*RECOMPUTE[RECOMPUTE.index(now) :]]
-        )
+        if "recompute_granularity" in self.freedom.fixed:
+            return [now]
+        return [*RECOMPUTE[RECOMPUTE.index(now) :]]
 
     def is_legal(self, layout: LayoutSizes, is_round: bool) -> bool:
         """Return whether a legal shape is so with its schedule and ZeRO stage.
 
         `is_round`: pipeline ranks can share the micro-batches of a step.
         """
+        # All by which the answer may differ, so that each kind of layout is checked once.
         dp = self.run.data_ranks(layout)
         pp = layout.pipeline_model_parallel_size
         is_shared = dp * layout.context_parallel_size > 1
@@ -237,9 +243,10 @@ class LegalLayouts:
         key = (pp, *order, layout.fp8_format, is_round, is_shared, is_copied)
         if key not in self.other_reasons:
             self.other_reasons[key] = first(parallel_problems(self.run.config_of(layout)))
-        if self.other_reasons[key]:
-            self.refusals.note(self.other_reasons[key])
-        return not self.other_reasons[key]
+        reason = self.other_reasons[key]
+        if reason:
+            self.refusals.note(reason)
+        return not reason
 
     def is_round(self, layout: LayoutSizes) -> bool:
         unit = self.run.data_ranks(layout) * layout.micro_batch_size
@@ -268,6 +275,7 @@ class Search:
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
+        # Estimates rank all layouts, and cost milliseconds; a full prediction costs seconds.
         run = self.run_of(config)
         found = self.found
         ranked = self.ranked(run)
@@ -287,7 +295,9 @@ class Search:
                 if not found.fitting or one.tensors <= self.have:
                     show(self.try_layout(one.measured()))
         found.fitting.sort(key=lambda one: one.time.seconds)
+        # The rest of those that were timed are slower, or too large, which is counted already.
         found.slower += len(few) - len(found.fitting) - (found.too_large - before)
+        # Not even an estimate fits: say by how little the nearest does not.
         if not found.fitting and found.nearest is None and self.least_lack is not None:
             found.nearest = self.predict(run, self.least_lack[1]).measured()
         return found
@@ -296,6 +306,7 @@ class Search:
         """Return a layout that fits, of the few that need the least memory; None if none does."""
         run = self.run_of(config)
         sizes = list[tuple[float, LayoutSizes]]()
+        # One that fits for sure ends the search; of the others the smallest are tried in full.
         legal = LegalLayouts(run, self.freedom)
         for shape in legal.shapes():
             if layout := smallest(legal, shape):
@@ -321,8 +332,10 @@ class Search:
         """Add a layout to those that fit, unless it does so with less recomputation too."""
         found = self.found
         alike = recomputed_alike(prediction.config)
+        # The ranking has one with less recomputation first, which is faster.
         if any(recomputed_alike(other.config) == alike for other in found.fitting):
             return False
+        # The ranking asked the checks of layout and batch alone.
         if problems := checks.problems(prediction.config, needs_data=False):
             found.refusals.note(problems[0].text)
             return False
@@ -344,11 +357,16 @@ class Search:
         number = len(heap)
         while heap:
             layout = heapq.heappop(heap).layout
+            # What is left when the caller has enough is slower than all that it got.
             self.found.slower = len(heap)
             alike = layout._replace(micro_batch_size=0, recompute_granularity=None)
+            # A smaller micro-batch of the same layout did not fit, even with all recomputation.
             if layout.micro_batch_size >= fails.get(alike, math.inf):
                 self.found.too_large += 1
                 continue
+            # Three outcomes: it fits; it may fit, and so may one with more recomputation, which
+            # goes back
+            # into the heap by its own time; or no recomputation helps.
             more = kinds[kinds.index(layout.recompute_granularity) + 1 :]
             need = estimate.need_of(run, layout)
             if need * (1 - NEAR) <= self.have:
@@ -356,9 +374,9 @@ class Search:
                 if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
                     continue
             elif not self.may_fit(run, layout._replace(recompute_granularity=kinds[-1])):
-                fails[alike] = (
-                    0 if estimate.held_of(run, layout) > self.have else layout.micro_batch_size
-                )
+                # If what it holds throughout is too much, no micro-batch is small enough.
+                is_too_large = estimate.held_of(run, layout) > self.have
+                fails[alike] = 0 if is_too_large else layout.micro_batch_size
                 self.found.too_large += 1
                 continue
             if more:
@@ -375,9 +393,11 @@ class Search:
     def may_fit(self, run: Run, layout: LayoutSizes) -> bool:
         """Return whether a layout may fit, and keep the nearest of those that do not."""
         need = estimate.need_of(run, layout)
-        if need * (1 - NEAR) > self.have and (self.least_lack is None or need < self.least_lack[0]):
+        if need * (1 - NEAR) <= self.have:
+            return True
+        if self.least_lack is None or need < self.least_lack[0]:
             self.least_lack = need, layout
-        return need * (1 - NEAR) <= self.have
+        return False
 
     def candidates(self, run: Run, legal: LegalLayouts) -> list[RankedLayout]:
         """Return all legal layouts with the least recomputation, as a heap."""
@@ -401,6 +421,7 @@ def timed_layouts(
         return
     micro = [layout.micro_batch_size for layout in layouts]
     rounds = [legal.is_round(layout) for layout in layouts]
+    # One layout for those that are round and one for the others.
     examples = dict(zip(rounds, layouts, strict=True))
     for (name, sizes), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
         seconds = estimate.step_seconds(run, shape.ordered(name, None, zero), micro, sizes)
@@ -420,10 +441,14 @@ def smallest(legal: LegalLayouts, shape: LayoutSizes) -> LayoutSizes | None:
     layout = next(iter(legal.micro_batches(shape)), None)
     if layout is None:
         return None
+    # The smallest micro-batch, all recomputation, the first schedule and the most ZeRO.
     (name, sizes), *_ = legal.schedules(shape)
     layout = layout._replace(recompute_granularity=legal.recomputations()[-1])
-    stages = (layout.ordered(name, sizes[0], zero) for zero in reversed(legal.zero_stages(shape)))
-    return next((each for each in stages if legal.is_legal(each, legal.is_round(each))), None)
+    for zero in reversed(legal.zero_stages(shape)):
+        each = layout.ordered(name, sizes[0], zero)
+        if legal.is_legal(each, legal.is_round(each)):
+            return each
+    return None
 
 
 def recomputed_alike(config: TrainConfig) -> TrainConfig:
@@ -443,6 +468,7 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
     tp = p.tensor_model_parallel_size
     pp = p.pipeline_model_parallel_size
     cp = p.context_parallel_size
+    # Data-parallel ranks become ranks of another dimension.
     factors = [n for n in divisors(c.dp) if n > 1]
     return [
         [{"recompute_granularity": kind} for kind in RECOMPUTE[now + 1 :]],
@@ -467,11 +493,13 @@ def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
             for values in itertools.product(*chosen):
                 settings = {name: value for each in values for name, value in each.items()}
                 config = with_settings(prediction.config, **settings)
+                # The checks and the estimate are quick, and leave few to be predicted in full.
                 if parallel_problems(config) or batch_problems(config):
                     continue
                 changed = Prediction(config, prediction.machine, prediction.vocabulary)
                 if changed.tensors * (1 - NEAR) <= have:
                     hopeful.append((settings, changed))
+        # Of as many changes, the fastest is proposed.
         hopeful.sort(key=lambda pair: pair[1].time.seconds)
         for settings, changed in hopeful[:MOST_TRIALS]:
             in_full = dataclasses.replace(changed, is_measured=prediction.is_measured)

@@ -117,36 +117,15 @@ def measured_operations(
     return operations_of_step(config, padded, model) if is_measurable(config) else None
 
 
-def step_time(
+def terms_of(
     config: TrainConfig,
     padded: int,
     profile: DeviceProfile,
     links: Links | None = None,
     measured: StepOperations | None = None,
-) -> StepTime:
-    """Predict a step of the slowest rank, from what was measured or by the closed form."""
-    return terms_of(config, padded, profile, links or profile.links, measured).result()
-
-
-def stage_times(
-    config: TrainConfig,
-    padded: int,
-    profile: DeviceProfile,
-    links: Links,
-    measured: StepOperations | None = None,
-) -> timeline.StageTimes:
-    """Return the seconds of a micro-batch in each stage."""
-    terms = terms_of(config, padded, profile, links, measured)
-    return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
-
-
-def terms_of(
-    config: TrainConfig,
-    padded: int,
-    profile: DeviceProfile,
-    links: Links,
-    measured: StepOperations | None,
 ) -> StepTerms:
+    """Return the terms of a step, by what was measured or else by the closed form."""
+    links = links or profile.links
     if measured is None:
         return StepTerms(config, padded, profile, links)
     return MeasuredTerms(config, padded, profile, links, measured)
@@ -254,6 +233,7 @@ class StepTerms:
 
     def a_pass(self, size: float, kernels: float = 1) -> float:
         """Return the seconds of reading or writing so many bytes by some kernels."""
+        # A kernel takes some time however little it moves.
         return size / self.passes_speed + kernels * self.profile.seconds["pass"]
 
     def products_of_layer(self, is_fp8: bool) -> float:
@@ -286,11 +266,15 @@ class StepTerms:
         """Return the seconds of an attention kernel from the FLOPs of all scores, forward."""
         profile = self.profile
         blocks = max(1.0, heads.keys / ATTENTION_ROWS)
-        # Half of a causal square is computed, and the diagonal's blocks whole. Kernels are compiled
-        # for widths of 64 and multiples of 128. Forward makes two products, backward five.
-        share = (blocks + 1) / blocks / (1 if windowed else 2)
+        # Half of a causal square is computed, and the diagonal's blocks whole.
+        share = (blocks + 1) / blocks
+        if not windowed:
+            share /= 2
+        # Kernels are compiled for widths of 64 and multiples of 128.
         width = 64 if heads.width <= 64 else -(-heads.width // 128) * 128
-        computed = flops * share * width / heads.width * (2.5 if heads.is_backward else 1.0)
+        # Forward makes two products, backward five.
+        products = 2.5 if heads.is_backward else 1.0
+        computed = flops * share * width / heads.width * products
 
         # What comes on top, as shares: starts of rows, in blocks of the others, and dropout.
         starts = ATTENTION_STARTS / (blocks + 1)
@@ -329,23 +313,26 @@ class StepTerms:
         casts = 4 if is_fp8 else 0
         launches = LAYER_LAUNCHES["plain" if self.block == "plain" else "fused"]
         ways = []
-        for way, (attention, moved) in enumerate(
-            zip(self.attention(windowed), (forward, backward), strict=True)
-        ):
+        attention = self.attention(windowed)
+        for way, moved in enumerate((forward, backward)):
             kernels = more_kernels * LAYER_LAUNCHES["fused"][way]["triton"] + casts
             passes = self.a_pass(more_bytes * moved, kernels)
             host = self.launching(launches[way])
-            ways.append(Work(products, attention, passes, host=host))
+            ways.append(Work(products, attention[way], passes, host=host))
         first, second = ways
         if self.config.training.recompute_granularity == "selective":  # attention, once more
             second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
+
+        # The backward pass multiplies twice: for the inputs' gradient and for the weights' own,
+        # which is written to the gradients' total.
         size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values())
-        return Step(first, second + Work(products, passes=self.gradients(size / self.tp)))
+        weights = Work(products, passes=self.gradients(size / self.tp))
+        return Step(first, second + weights)
 
     def gradients(self, size: float) -> float:
         """Return the seconds of writing so many gradients, and of reading those to be added to."""
-        moved = size * self.full * (2 - 1 / self.count)
-        return moved / self.update_speed
+        # The first micro-batch writes the total, each further one reads it and writes it.
+        return size * self.full * (2 - 1 / self.count) / self.update_speed
 
     def tensor_waits(self, products: float) -> tuple[float, float]:
         """Return the seconds that tensor parallelism adds to a layer, forward and backward."""
@@ -368,6 +355,7 @@ class StepTerms:
 
     def waits(self, layers: int) -> tuple[Work, Work]:
         """Return what communication adds to layers for a micro-batch, forward and backward."""
+        # Two messages: what goes to the heads' ranks, and what comes back.
         context = self.sending("context", traffic.context_bytes(self.config), 2)
         ways = []
         for tensor, count in zip(
@@ -430,6 +418,9 @@ class StepTerms:
             self.stages[key] = self.stage_of(kinds, sizes[number], is_first, is_last)
         return self.stages[key]
 
+    def all_stages(self) -> list[Step]:
+        return [self.stage(number) for number in range(len(self.config.stages))]
+
     def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
         """Return how many layers of a stage have a window or not, and multiply in fp8 or not."""
         m, precision = self.m, self.config.precision
@@ -452,6 +443,7 @@ class StepTerms:
             layer = self.layers[kind]
             forward += layer.forward.times(layers)
             backward += layer.backward.times(layers)
+        # Recomputation repeats its layers' forward pass before their backward pass.
         again, _ = traffic.recomputed(self.config, count)
         backward += forward.times(again / count)
         if is_first:
@@ -465,12 +457,15 @@ class StepTerms:
         return Step(forward + first, backward + second)
 
     def embedding(self, backward: bool) -> Work:
+
         size = self.rows * self.hidden * self.low
         passes = self.a_pass(5 * size if backward else 3 * size, 3)
-        return Work(passes=passes, host=self.launching({"torch": 8})) + self.wait_of_embedding()
+        host = self.launching({"torch": 8})
+        return Work(passes=passes, host=host) + self.wait_of_embedding()
 
     def head(self) -> Step:
         """Return the work of the last norm, the head and the loss."""
+        # The vocabulary is divided over tensor ranks, and the head multiplies all tokens.
         columns = self.padded // self.tp
         product = self.product(columns, self.hidden, self.config.precision.dtype)
         logits = self.rows * columns * self.low
@@ -496,8 +491,9 @@ class StepTerms:
         return max(work.device_seconds, work.host)
 
     def result(self) -> StepTime:
+        """Return a step of the slowest rank."""
         config, profile = self.config, self.profile
-        stages = [self.stage(s) for s in range(len(config.stages))]
+        stages = self.all_stages()
 
         # The passes of all micro-batches on the slowest rank.
         own = stages_of(self.slowest_rank(stages), self.pp, config.chunks)
@@ -507,6 +503,7 @@ class StepTerms:
             stage = stages[s]
             for part in stage:
                 work += part
+            # Without CUDA graphs a pass takes what is slower, so each is looked at by itself.
             forward += self.passes_seconds(stage.forward)
             backward += self.passes_seconds(stage.backward)
         work = work.times(self.count)
@@ -543,6 +540,7 @@ class StepTerms:
             "between steps": between,
         }
         total = sum(parts.values())
+        # Ranks wait for the slowest device in every step.
         if config.world > 1:
             slow = total * (1 / profile.reached["slowest"] - 1)
             parts["slowest rank"] = slow
@@ -590,6 +588,7 @@ class StepTerms:
         """Return the seconds of clipping and updating so many parameters of a rank."""
         config, o, profile = self.config, self.config.optimizer, self.profile
         data = self.groups["data"].size
+        # With ZeRO a rank updates its shard.
         shards = data if self.p.zero_stage else 1
         own = parameters / shards
 
@@ -606,6 +605,7 @@ class StepTerms:
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
 
+        # On the host: its memory limits the update; gradients come to it, and weights go back.
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         seconds = size / self.update_speed
@@ -671,6 +671,7 @@ class MeasuredTerms(StepTerms):
             waits.append((self.wait_of_embedding(),) * 2)
         if number == len(self.config.stages) - 1:
             waits.append(self.waits_of_head())
+        # Communication is not measured: its time is that of the links.
         for first, second in waits:  # what the host launches for them was measured
             forward += first._replace(host=0.0)
             backward += second._replace(host=0.0)

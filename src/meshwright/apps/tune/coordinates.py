@@ -233,7 +233,7 @@ def measure(
     for size in sizes:
         with console.only_warnings():
             trainer = start_trainer(at_size(config, axis, size), device)
-            (batch, *_) = trainer.feed.read_again(0)
+            batch, *_ = trainer.feed.read_again(0)
             first = activations_of(trainer, batch)
             changes = []
             for _ in range(steps):
@@ -264,7 +264,7 @@ def activations_of(trainer: Trainer, batch: Batch) -> dict[str, list[Tensor]]:
     """Return the activations of a micro-batch, of each layer where they are of layers."""
     net, vocab = trainer.net, trainer.state.vocab
     (model,) = net.parts
-    trainer.net.store.wait_for_weights()
+    net.store.wait_for_weights()
     with recorded(model) as found:
         found["logits"] += net.infer([batch], lambda logits, _: logits[..., :vocab].clone())
     return found

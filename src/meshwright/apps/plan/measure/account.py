@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.apps.plan.measure.allocator import MemoryEvent
+from meshwright.apps.plan.measure.allocator import MemoryEvent, rounded
 from meshwright.parallel.pipeline_schedule import Action
 from meshwright.training.micro_step import Network
 
 META = torch.device("meta")
-ROUNDING = 512  # bytes to which torch's allocator rounds up
+
 
 Phase = Literal[
     "set-up",
@@ -155,6 +155,7 @@ class Account(TorchDispatchMode):
 
     def note(self, x: Tensor) -> None:
         """Count a tensor's storage, unless it is known, until Python lets go of it."""
+        # A DTensor has no storage: its local tensor is counted when torch makes that.
         storage = x.untyped_storage()
         if x.device != META or isinstance(x, DTensor) or storage in self.held:
             return
@@ -162,13 +163,14 @@ class Account(TorchDispatchMode):
         new = len(self.streams), "gradients" if is_backward() else "weights"
         stream, kind = self.streams.setdefault(torch.cpu.current_stream(), new)
         size = storage.nbytes()
-        held = Held(-(-size // ROUNDING) * ROUNDING, self.kinds.get(size, kind), stream)
+        held = Held(rounded(size), self.kinds.get(size, kind), stream)
         self.held[storage] = held
         self.fill(held)
         weakref.finalize(storage, self.empty, held)
 
     def fill(self, held: Held) -> None:
         """Allocate the memory of a storage."""
+        # fully_shard may fill what is full already, and empty what is empty.
         if held.key is None:
             held.key = len(self.events)
             self.events.append(MemoryEvent(held.key, held.size, held.kind, held.stream))
@@ -209,6 +211,7 @@ class Observer:
         self.chunk = 0
         for part in net.parts:
             self.hook_part(part, counts=net.pipeline is None)
+        # The store's calls mark where the backward pass and the update begin.
         self.wrap(net.store, "begin_backward", self.begin_backward)
         self.wrap(net.store, "step", self.begin_update)
         if net.pipeline is not None:
@@ -258,10 +261,12 @@ class Observer:
         layers = layer_numbers(part)
 
         def begin(*_: Any) -> None:
+            # A pipeline says the number itself, by its schedule.
             self.micro_batch += counts
             self.enter("embedding")
 
         part.register_forward_pre_hook(begin, prepend=True)
+        # The first layer's inputs and the last one's outputs are the ends of the layers' part.
         for number, layer in enumerate(layers):
             is_last = number == len(layers) - 1
             self.hook_layer(layer, number, is_last)

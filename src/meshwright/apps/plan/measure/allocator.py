@@ -19,7 +19,7 @@ SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of thos
 SMALL_SEGMENT = 2 * MIB
 MEDIUM_SEGMENT = 20 * MIB
 STEP = 2 * MIB
-LEAST = 512  # bytes of a block
+LEAST = 512  # bytes of a block, of which each is a multiple
 
 
 class MemoryEvent(NamedTuple):
@@ -29,6 +29,11 @@ class MemoryEvent(NamedTuple):
     size: int  # bytes; negative if they are freed
     kind: str
     stream: int
+
+
+def rounded(size: int) -> int:
+    """Return the bytes that torch's allocator takes for so many."""
+    return -(-size // LEAST) * LEAST
 
 
 class Slab:
@@ -72,8 +77,10 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = stream, is_small
         free = self.free[pool]
+        # The smallest free block that is large enough, at the lowest place; no block is at -1.
         place = bisect.bisect_left(free, (size, -1))
         slab = free.pop(place)[2] if place < len(free) else self.new_segment(size)
+        # What a small tensor leaves of a block is used again; of a large one only more than 1 MiB.
         rest = slab.size - size
         if rest >= LEAST if is_small else rest > SMALL:
             other = Slab(slab.at + size, rest)
@@ -88,13 +95,12 @@ class CachingAllocator:
         self.taken[key] = slab, pool
 
     def new_segment(self, size: int) -> Slab:
-        taken = (
-            SMALL_SEGMENT
-            if size <= SMALL
-            else MEDIUM_SEGMENT
-            if size < MEDIUM
-            else -(-size // STEP) * STEP
-        )
+        if size <= SMALL:
+            taken = SMALL_SEGMENT
+        elif size < MEDIUM:
+            taken = MEDIUM_SEGMENT
+        else:
+            taken = -(-size // STEP) * STEP
         self.reserved += taken
         self.most = max(self.most, self.reserved)
         at = self.end
@@ -111,6 +117,7 @@ class CachingAllocator:
 
     def release(self, key: int) -> None:
         slab, pool = self.taken.pop(key)
+        # Free neighbours become one block with it, first the one behind, then the one before.
         if (after := slab.after) is not None and after.is_free:
             self.take_out(after, pool)
             slab.size += after.size
@@ -132,6 +139,7 @@ class CachingAllocator:
             kept = []
             for entry in free:
                 size, _, slab = entry
+                # A block without neighbours is a whole segment.
                 if slab.before is None and slab.after is None:
                     self.reserved -= size
                 else:

@@ -100,6 +100,7 @@ def pretended_gpu(account: Account) -> Iterator[None]:
 @contextlib.contextmanager
 def pretended_rank(config: TrainConfig, pipeline_rank: int, account: Account) -> Iterator[Layout]:
     """Yield the layout of the first rank of a pipeline rank, within pretended_gpu."""
+    # ZeRO 3 shards by fully_shard, which asks for a group of torch's own.
     plain = connected(config, pipeline_rank)
     if config.parallel.zero_stage < 3 or plain.size("shard", "cp") == 1:
         with pretended_gpu(account):
@@ -190,7 +191,10 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
     sizes |= dict.fromkeys(layout.LANES, plain.pp)
     is_end = pipeline_rank in (0, plain.pp - 1)  # the ranks that share a tied embedding
     sizes["embedding"] = plain.pp if is_end else 1
-    groups: dict[str, Any] = {name: PretendedGroup(n) for name, n in sizes.items() if n > 1}
+    groups: dict[str, Any] = {}
+    for name, size in sizes.items():
+        if size > 1:  # a dimension of one rank has no group
+            groups[name] = PretendedGroup(size)
     return replace(plain, groups=groups)
 
 
@@ -231,6 +235,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float
     ) -> Tensor:
+        # The output, a number for each row, and the state of the generator, which are kept.
         batch, heads, tokens, width = q.shape
         account.recorder.attention(q, k, v, dropout, False, account.section)
         out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
@@ -251,7 +256,9 @@ class FlashAttention(torch.autograd.Function):
         def like_heads(count: int) -> Tensor:
             return new(batch, tokens, count, width, dtype=q.dtype)
 
-        dq, dk, dv = (like_heads(n).transpose(1, 2) for n in (heads, groups, groups))
+        dq = like_heads(heads).transpose(1, 2)
+        dk = like_heads(groups).transpose(1, 2)
+        dv = like_heads(groups).transpose(1, 2)
         # Sums of dq in full precision, padded to blocks, and a number for each row.
         rows = -(-tokens // 128) * 128
         columns = -(-width // 32) * 32

@@ -201,6 +201,7 @@ def bytes_of(
     if name in ("sort", "argsort"):
         return float(SORT_PASSES * sum(map(size_of, made)))
 
+    # Each tensor is read or written once, and those that change are both.
     changed = written(func, args, kwargs)
     changed_ids = set(map(id, changed))
     moved = 0
@@ -312,10 +313,12 @@ class AddressReader(ast.NodeVisitor):
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for each, own in zip(target.elts, value.elts, strict=True):
-                self.assign(each, own)
+            for one, own in zip(target.elts, value.elts, strict=True):
+                self.assign(one, own)
         elif isinstance(target, ast.Name):
-            self.origins.setdefault(target.id, set()).update(self.sources(value))
+            # A name may hold several addresses over the loop, so none is forgotten.
+            origins = self.origins.setdefault(target.id, set())
+            origins.update(self.sources(value))
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -327,6 +330,7 @@ class AddressReader(ast.NodeVisitor):
             if name != "load":
                 self.writes |= accessed
             return
+        # A kernel that calls another accesses by what it passes on.
         called = self.kernel_of(node.func)
         if called is None:
             return
@@ -339,12 +343,14 @@ class AddressReader(ast.NodeVisitor):
 
     def kernel_of(self, func: ast.expr) -> Any:
         """Return the Triton function that is called, or None if it is not one."""
+        # A name of the kernel's module, or of a module that this one has imported.
         found = None
         if isinstance(func, ast.Name):
             found = self.names.get(func.id)
         elif isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
             found = getattr(self.names.get(func.value.id), func.attr, None)
-        return found if hasattr(found, "arg_names") and hasattr(found, "fn") else None
+        is_kernel = hasattr(found, "arg_names") and hasattr(found, "fn")
+        return found if is_kernel else None
 
     def sources(self, value: ast.expr) -> set[str]:
         """Return the parameters that an address is computed from; a loaded number is not one."""
@@ -352,10 +358,14 @@ class AddressReader(ast.NodeVisitor):
             return self.origins.get(value.id, set())
         if isinstance(value, ast.Call):
             name = value.func.attr if isinstance(value.func, ast.Attribute) else ""
+            # A loaded number becomes an address: what lies there is "*" and the table's name.
             if name == "to" and "pointer_type" in ast.unparse(value.args[0]):
                 loaded = value.func.value  # type: ignore[attr-defined]
                 return {f"*{source}" for source in self.sources(loaded.args[0])}
             if name == "load" or self.kernel_of(value.func) is not None:
                 return set()
-        children = (child for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
-        return set().union(*map(self.sources, children))
+        found = set[str]()
+        for child in ast.iter_child_nodes(value):
+            if isinstance(child, ast.expr):
+                found |= self.sources(child)
+        return found
