@@ -46,7 +46,8 @@ class Baseline:
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the sizes and numbers that the baseline does not share with the run."""
-        c, m = self.config, self.config.model
+        c = self.config
+        m = c.model
         out: dict[str, Any] = {}
         for name in (
             "num_layers",
@@ -56,8 +57,9 @@ class Baseline:
             "num_query_groups",
             "kv_channels",
         ):
-            if getattr(m, name) is not None:
-                out[name] = getattr(m, name)
+            value = getattr(m, name)
+            if value is not None:
+                out[name] = value
         return out | {
             "seq_length": c.data.seq_length,
             "vocab_size": c.tokenizer.vocab_size,
@@ -77,9 +79,11 @@ def make_baseline(config: TrainConfig, on_accelerator: bool = False) -> Baseline
     ranks = c.parallel.tensor_model_parallel_size * c.parallel.context_parallel_size
     length = c.data.seq_length or 0
     if not length or length > SMALL_LENGTH:
+        # At least 16 tokens, of which all ranks that divide them have as many.
         length = -(-16 // ranks) * ranks
     positions = model.max_position_embeddings
     if positions:
+        # A few more than are used, as in most runs, but no large table.
         positions = max(length, min(positions, length + 8))
 
     # torch's kernels draw other dropout in other layouts, and take no float64 with masks.
@@ -186,6 +190,7 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
         small = 2 * width
     elif heads * m.head_dim > hidden:
         small = max(width // 2, 4)
+    # The MLP as wide beside the stream as in the run, in columns that all ranks can share.
     ffn = tp * max(1, round(small * m.ffn / hidden / tp))
     rotary = m.rotary_percent
     if m.position == "rope":
@@ -236,6 +241,7 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     if c.data.mock_data and size and size <= SMALL_VOCABULARY:
         return TokenizerFlags(vocab_size=size), m
     unit = 8 * c.parallel.tensor_model_parallel_size
+    # Rows for all ranks alike; three of them are padding, as a real vocabulary has.
     rows = unit * -(-40 // unit)
     padded = rows if m.pad_vocab_size_to else None
     m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=padded)
@@ -293,6 +299,7 @@ def data(d: Data, length: int) -> Data:
 
 def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
+    # SGD has no second moment, so its steps are as small as the gradients.
     rate = 0.3 if o.optimizer == "sgd" else RATE
     clip = 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.

@@ -61,6 +61,7 @@ def certificate(
     p, device = config.parallel, setup.device
     settings = flags.to_dict(config)
     defaults = flags.to_dict(TrainConfig())
+    # What a reader would have to type to compare again.
     given = {name: value for name, value in settings.items() if value != defaults[name]}
     versions = {
         "meshwright": our_version(),
@@ -99,6 +100,7 @@ def certificate(
         "differences": [dataclasses.asdict(one) for one in comparison.differences],
         "not_compared": comparison.not_compared,
     }
+    # JSON has no infinity, which stands for what cannot be compared.
     finite: dict[str, Any] = json_ready(values)
     return finite
 
@@ -135,6 +137,7 @@ def describe_difference(comparison: Comparison, folder: Path | None) -> str:
     by = f" in {first.precision}"
     if not math.isinf(first.largest):
         by = f" by {size(first.largest)}, more than {size(first.tolerance)}{by}"
+    # Each quantity once: what differs later mostly follows from the first.
     _, *later = dict.fromkeys(one.what for one in comparison.differences)
     then = f"; then {', '.join(later)}" if later else ""
     kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""

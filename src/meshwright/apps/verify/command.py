@@ -155,6 +155,7 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
             world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
         )
         console.set_stream("stdout" if team.is_rank_0 else None)
+        # The ranks must have the same settings, but may name other paths of data.
         mock = with_settings(
             dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True
         )

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -248,9 +250,12 @@ class Watched:
         scale = self.trainer.state.scaler.scale
         summed = dict(store.each_gradient())
         for name, (shape, boxes, _) in store.named_state(False).items():
-            self.gradients[name] = shape, boxes, _on_host(summed[name]) / scale
-        for name, full in self.given.items():  # of one process, which has all of each
-            summed[name].copy_(full.view_as(summed[name]) * scale)
+            unscaled = _on_host(summed[name]) / scale
+            self.gradients[name] = shape, boxes, unscaled
+        # What is given is for one process, which has all of each.
+        for name, full in self.given.items():
+            own = summed[name]
+            own.copy_(full.view_as(own) * scale)
 
     def draws(self, batches: list[Batch]) -> Any:
         """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
@@ -290,6 +295,7 @@ class Watched:
         feed = self.trainer.feed
         assert isinstance(feed, RecordingFeed)
         self.trainer.step()
+        # A step's numbers may still be on their way when it returns.
         self.trainer.finish()
         return RecordedStep(
             gradients=self.gradients,
@@ -327,7 +333,8 @@ def broadcast(tensors: FullTensors, team: Team) -> FullTensors:
     shapes = team.run_on_rank_0(lambda: [[name, list(x.shape)] for name, x in tensors.items()])
     if team.size == 1:
         return tensors
-    flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+    count = sum(math.prod(shape) for _, shape in shapes)
+    flat = torch.empty(count, dtype=torch.float64)
     if tensors and team.is_rank_0:
         torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
     team.broadcast(flat)
@@ -351,6 +358,14 @@ class Seen:
     first: tuple[int, float] | None = None  # step, difference
 
 
+class FirstSeen(NamedTuple):
+    """Where a difference beyond the tolerance was first seen, by all ranks."""
+
+    step: int
+    rank: int
+    difference: float
+
+
 @dataclass
 class Recorder:
     """The differences that one rank has seen."""
@@ -367,6 +382,7 @@ class Recorder:
         seen.largest = max(seen.largest, far)
         # Also true of NaN, which no comparison holds for.
         is_beyond = not far <= self.allowed(what)
+        # The first difference tells where it comes from, the largest how bad it is.
         if is_beyond and seen.first is None:
             seen.first = step, far
 
@@ -411,6 +427,13 @@ class Recorder:
 def kind_of(name: str) -> str:
     """Return the part of a name of the state that names a moment; "" for weights."""
     return name.partition("/")[2]
+
+
+def split_state(named: TensorBoxes) -> tuple[TensorBoxes, TensorBoxes]:
+    """Return the weights of a state, and its moments."""
+    weights = {name: x for name, x in named.items() if not kind_of(name)}
+    moments = {name: x for name, x in named.items() if kind_of(name)}
+    return weights, moments
 
 
 def largest_gap(got: Tensor, want: Tensor) -> float:
@@ -519,6 +542,7 @@ class _Comparing:
         want = self.team.run_on_rank_0(lambda: self.validation)
         loss = run.trainer.validation.validate("valid", is_at_end=True)
         self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
+        # What was saved, to compare it with what is loaded; one step more for those that resume.
         saved = made.state
         counters = run.counters()
         if self.folder:
@@ -530,20 +554,23 @@ class _Comparing:
         return saved, counters, last
 
     def compare_drawn(self, run: Watched) -> None:
-        drawn = {name: x for name, x in run.state().items() if not kind_of(name)}
-        self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
+        drawn, _ = split_state(run.state())
+        want = self.of_one(self.drawn)
+        self.seen.tensors(Q.DRAWN, 0, drawn, want, floor=0.0)
         self.check_cover(run)
 
     def check_cover(self, run: Watched) -> None:
         """Check that each element of each tensor is held by one rank as its own."""
+
+        def sizes_of(named: TensorBoxes) -> dict[str, int]:
+            return {name: x.numel() for name, (_, _, x) in named.items()}
+
+        # What all ranks would save together has as many elements as one process has.
+        totals = Counter[str]()
         own = run.trainer.net.store.named_state(to_save=True)
-        totals: dict[str, int] = {}
-        for mine in self.team.gather({name: x.numel() for name, (_, _, x) in own.items()}):
-            for name, count in mine.items():
-                totals[name] = totals.get(name, 0) + count
-        sizes = self.team.run_on_rank_0(
-            lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()}
-        )
+        for held in self.team.gather(sizes_of(own)):
+            totals.update(held)
+        sizes = self.team.run_on_rank_0(lambda: sizes_of(self.drawn))
         for name in sizes.keys() | totals.keys():
             if totals.get(name) != sizes.get(name):
                 self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
@@ -553,19 +580,23 @@ class _Comparing:
 
         All differences count as those of `stage` if one is given.
         """
+        # Rank 0 knows the run in one process. What the others need of it is sent, a part at a time.
         one = self.one[step - 1] if self.team.is_rank_0 else NOTHING
+
+        # The numbers of the log, the samples and dropout's draws.
         row, samples = self.team.run_on_rank_0(lambda: [one.numbers, one.samples])
         for column, got in made.numbers.items():
-            self.seen.note(stage or QUANTITIES[column], column, step, relative(got, row[column]))
+            far = relative(got, row[column])
+            self.seen.note(stage or QUANTITIES[column], column, step, far)
         self.compare_samples(step, made.samples, samples, stage or Q.SAMPLES)
         draws = broadcast({"": one.draws}, self.team)[""]
         self.compare_draws(step, made.draws, draws, stage or Q.DROPOUT)
 
+        # The tensors.
         gradients = self.of_one(one.gradients)
         self.seen.tensors(stage or Q.GRADIENTS, step, made.gradients, gradients)
         want = self.of_one(one.state)
-        weights = {name: x for name, x in made.state.items() if not kind_of(name)}
-        moments = {name: x for name, x in made.state.items() if kind_of(name)}
+        weights, moments = split_state(made.state)
         self.seen.tensors(stage or Q.WEIGHTS, step, weights, want)
         self.seen.tensors(stage or Q.MOMENTS, step, moments, want)
 
@@ -575,21 +606,26 @@ class _Comparing:
 
     def compare_samples(self, step: int, mine: list[int], want: list[int], what: Quantity) -> None:
         """Check that the data-parallel ranks together read what one process reads."""
-        at = layout_of(self.config, self.team.rank).at("replicas", "shard")
+        layout = layout_of(self.config, self.team.rank)
+        at = layout.at("replicas", "shard")
         read: dict[int, list[int]] = {}
         for data, numbers in self.team.gather([at, mine]):
             # Model-parallel ranks with the same place in the data must read the same.
             if read.setdefault(data, numbers) != numbers:
                 self.seen.note(what, f"of data-parallel rank {data}", step, math.inf)
-        everything = sorted(number for numbers in read.values() for number in numbers)
-        self.seen.note_equal(what, "of the step", step, everything == sorted(want))
+
+        # Their order among the data-parallel ranks is the layout's own.
+        everything = itertools.chain(*read.values())
+        is_equal = sorted(everything) == sorted(want)
+        self.seen.note_equal(what, "of the step", step, is_equal)
 
     def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: Quantity) -> None:
         """Check that the ranks together draw from the positions that one process draws from."""
         want = want.to(torch.int32)
         drawn_by = torch.isin(want, mine).to(torch.int32)
         self.team.sum(drawn_by)
-        is_equal = bool(torch.isin(mine, want).all()) and bool((drawn_by > 0).all())
+        # None draws from another position, and each position is some rank's.
+        is_equal = bool(torch.isin(mine, want).all() and drawn_by.all())
         self.seen.note_equal(what, "seed, sample and position", step, is_equal)
 
     # Resuming
@@ -631,13 +667,18 @@ class _Comparing:
 
     def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():
-            is_equal = name in got and name in want and torch.equal(got[name][2], want[name][2])
+            is_equal = False
+            if name in got and name in want:
+                _, _, ours = got[name]
+                _, _, theirs = want[name]
+                is_equal = torch.equal(ours, theirs)
             self.seen.note_equal(what, name, self.steps, is_equal)
 
     def compare_counters(self, what: Quantity, got: dict[str, Any], want: dict[str, Any]) -> None:
         for name, value in got.items():
-            are_nan = value != value and want[name] != want[name]
-            self.seen.note_equal(what, name, self.steps, value == want[name] or are_nan)
+            wanted = want[name]
+            are_nan = value != value and wanted != wanted
+            self.seen.note_equal(what, name, self.steps, value == wanted or are_nan)
 
     # The result
 
@@ -645,13 +686,16 @@ class _Comparing:
         """Merge what all ranks have seen, on all ranks alike."""
         mine = [[*key, seen.largest, seen.first] for key, seen in self.seen.seen.items()]
         largest: dict[tuple[Quantity, str], float] = {}
-        first: dict[tuple[Quantity, str], tuple[int, float, int]] = {}  # step, difference, rank
+        first: dict[tuple[Quantity, str], FirstSeen] = {}
         for rank, rows in enumerate(self.team.gather(mine)):
             for what, name, far, begin in rows:
                 key = Quantity(what), name
                 largest[key] = max(largest.get(key, 0.0), far)
-                if begin is not None and (key not in first or begin[0] < first[key][0]):
-                    first[key] = begin[0], begin[1], rank
+                if begin is None:
+                    continue
+                step, difference = begin
+                if key not in first or step < first[key].step:
+                    first[key] = FirstSeen(step, rank, difference)
 
         # A line of the table for each quantity.
         dtype = self.config.precision.dtype
@@ -665,13 +709,16 @@ class _Comparing:
                 compared.append(Compared(what, len(names), far, worst, allowed, dtype))
 
         # Within a step, in the order in which it makes the quantities, the largest first.
-        rank_of = {what: number for number, what in enumerate(Quantity)}
+        order = list(Quantity)
         differences = []
-        for key in sorted(first, key=lambda key: (first[key][0], rank_of[key[0]], -first[key][1])):
-            step, _, rank = first[key]
-            where = f"step {step}, rank {rank}"
-            allowed = self.seen.allowed(key[0])
-            differences.append(Difference(*key, largest[key], allowed, dtype, where))
+        for (what, name), seen in sorted(
+            first.items(),
+            key=lambda item: (item[1].step, order.index(item[0][0]), -item[1].difference),
+        ):
+            where = f"step {seen.step}, rank {seen.rank}"
+            allowed = self.seen.allowed(what)
+            far = largest[what, name]
+            differences.append(Difference(what, name, far, allowed, dtype, where))
 
         gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
         return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
@@ -703,10 +750,13 @@ class _ComparingUpdates(_Comparing):
 
     def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
         """Put the gradients together, of which each rank has parts as its own."""
+        # The shapes of all weights, which rank 0 has seen when one process trained.
+        drawn, _ = split_state(self.drawn)
         shapes = self.team.run_on_rank_0(
-            lambda: [[name, list(x[0])] for name, x in self.drawn.items() if not kind_of(name)]
+            lambda: [[name, list(shape)] for name, (shape, _, _) in drawn.items()]
         )
-        flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+        count = sum(math.prod(shape) for _, shape in shapes)
+        flat = torch.zeros(count, dtype=torch.float64)
         full = views(flat, shapes)
         # Every element is some rank's own, and 0 on the others: their sum is the whole.
         for name in run.trainer.net.store.named_state(False, to_save=True):
