@@ -89,6 +89,7 @@ def calibrate(wanted: str, folder: Path) -> Path:
     if known.name == "cpu":
         peaks, bandwidth = rates, copied
     else:
+        # The data sheet's peaks, and a bandwidth that no measurement exceeds.
         peaks = dict(known.peaks)
         bandwidth = max(known.bandwidth, copied)
 
@@ -227,13 +228,16 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
             torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)
         )
         grad = torch.randn(shape, device=device, dtype=dtype)
+        forward = functools.partial(fused, q, k, v, None, None, 0.0)
 
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return fused(q, k, v, None, None, 0.0)
+        def both(
+            forward: Callable[[], Tensor] = forward,
+            inputs: tuple[Tensor, ...] = (q, k, v),
+            grad: Tensor = grad,
+        ) -> object:
+            return torch.autograd.grad(forward(), inputs, grad)
 
-        def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> object:
-            return torch.autograd.grad(fused(q, k, v, None, None, 0.0), (q, k, v), grad)
-
+        # FLOPs of what is computed: two products forward, five backward.
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * computed
         first = seconds_of(forward, device)
         # The plan counts these of backward's passes over the heads apart.
@@ -249,6 +253,7 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
 
 def copied_per_second(device: torch.device, sizes: Sizes) -> float:
     """Return the bytes per second that a sum of two tensors reads and writes."""
+    # Two tensors are read and one is written, 4 bytes an element each.
     a, b, c = (torch.ones(sizes.elements, device=device) for _ in range(3))
     return 12 * sizes.elements / seconds_of(lambda: torch.add(a, b, out=c), device)
 
@@ -256,7 +261,8 @@ def copied_per_second(device: torch.device, sizes: Sizes) -> float:
 def passes_per_second(device: torch.device, sizes: Sizes) -> float:
     """Return the bytes per second of an activation, forward, as the layers compute it."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    x = torch.randn(sizes.elements // 4096, 4096, device=device, dtype=dtype)
+    shape = sizes.elements // 4096, 4096
+    x = torch.randn(shape, device=device, dtype=dtype)
     with torch.no_grad():
         seconds = seconds_of(lambda: activate("gelu-tanh", x, None), device)
     return 2 * x.numel() * x.element_size() / seconds
@@ -287,6 +293,7 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     }
     for name, run in kernels.items():
         repeated = functools.partial(repeat, run)
+        # A graph launches all kernels at once, which leaves the host's part out.
         if device.type == devices.NVIDIA:
             stream = devices.new_stream(device)
             with devices.on_stream(stream):
@@ -297,6 +304,7 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
                 out[name] = seconds_of(replay, device, 0.5) / calls
         else:
             out[name] = seconds_of(repeated, device, 0.5) / calls
+    # The rule adds both times as squares, so what is left of the product's is its own part.
     out["product"] = max(out["product"] ** 2 - (2 * side**3 / flops) ** 2, 1e-14) ** 0.5
     return out
 
@@ -335,9 +343,12 @@ def layer_seconds(device: torch.device, block: str) -> float:
 
 def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:
     """Return the seconds of a training step so small that they are the host's."""
-    words = f"{TRAINED} --num-layers {layers} {'' if device.type == 'cpu' else '--bf16'} {flags}"
-    config = parse_settings(TrainConfig, words.split(), "meshwright train").config
+    words = f"{TRAINED} --num-layers {layers} {flags}".split()
+    if device.type != "cpu":
+        words.append("--bf16")
+    config = parse_settings(TrainConfig, words, "meshwright train").config
     net = build_network(Spec(config, Layout(), device, 128, 128))
+    # Nothing has drawn the weights, which may hold any bits; zeros stay finite.
     with torch.no_grad():
         for part in net.parts:
             for parameter in part.parameters():

@@ -68,6 +68,7 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             pass
         finally:
+            # Also after a timeout: what it has written by then counts.
             run.kill()
             run.wait()
     return read_result(name, results, console, plan.peer_seconds)
@@ -80,6 +81,7 @@ def read_result(name: str, results: Path, console: Path, seconds: float) -> dict
         for line in results.read_text().splitlines():
             entries.append(json.loads(line))
     tried = [e for e in entries if e["event"] == "tried"]
+    # Of entries that ran: the longer run, if time was enough for it, or the fastest trial.
     ran = [e for e in entries if e["tokens_per_second"]]
     done = [e for e in ran if e["event"] == "done"]
     best = done or sorted(ran, key=lambda e: -e["tokens_per_second"])

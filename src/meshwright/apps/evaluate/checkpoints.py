@@ -33,6 +33,7 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
     out = []
     for folder in folders:
         mirror.fetch(folder)
+        # Only whole steps are listed, so a run that is still saving can be scored.
         complete = sorted(steps.list_steps(folder))
         wanted = complete if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(complete)):
@@ -123,6 +124,7 @@ class TaskScorer:
         self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
+        # All steps of a run have one vocabulary, so their windows are the same.
         key = folder, m.seq_length
         if key not in self.prepared:
             tasks = []
@@ -140,6 +142,7 @@ class TaskScorer:
                 scorer = log_batches(scorer, self.every)
             values = task.score(scorer, m.seq_length, self.batch)
         assert values is not None
+        # One measure that is not a number makes the sum one.
         require_finite(sum(values.values()))
         console.say(task.line(values))
         facts = task.facts | {"seconds": round(time.perf_counter() - began, 3)}
@@ -152,6 +155,7 @@ def log_batches(scorer: Scorer, every: int) -> Scorer:
 
     def score(batches: list[WindowBatch]) -> Tensor:
         nonlocal done
+        # Megatron counts the batches of all calls together.
         for number in range(done, done + len(batches)):
             if number % every == 0:
                 console.say(f"> working on iteration: {number}")

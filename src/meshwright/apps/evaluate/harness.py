@@ -55,7 +55,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         with progress_bar("scoring", len(windows), "percent") as advance:
             scorer = shown_scorer(self.model, advance)
             scores = score_windows(scorer, windows, self.model.seq_length, self.batch)
-            values = torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores])
+            none = torch.empty(0, 2, dtype=torch.float64)  # of no window at all
+            values = torch.cat([none, *scores])
         require_finite(float(values[:, 0].sum()))
         return values.tolist()
 
@@ -75,6 +76,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         out = []
         for request, window, (nats, hits) in zip(requests, windows, scores, strict=True):
             out.append((-nats, hits == window.counted))
+            # The harness keeps answers, if it was asked to, so that it can go on after a stop.
             self.cache_hook.add_partial("loglikelihood", request[0], out[-1])
         return out
 
@@ -84,6 +86,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         windows = list[Window]()
         counts = list[int]()
         for request in requests:
+            # All windows of all texts are scored at once, and dealt out again by their numbers.
             own = list(document_windows(self.after_end(request.args[0]), length, length))
             windows += own
             counts.append(len(own))
@@ -113,6 +116,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             sampling = {name: options[name] for name in SAMPLING if options.get(name)}
             chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
             until = tuple(text for text in options["until"] if text)
+            # The end of a prompt that is too long, as the harness' own backend does.
             ids = self.tok_encode(context)[-room:]
             # Decoded without the prompt, as the harness' own backend does: a vocabulary that begins
             # a word with a space then loses the first one.
@@ -136,6 +140,7 @@ def score_harness(
     """Yield the result of each task and group, with what identifies the measurement."""
     manager = TaskManager(include_path=path)
     wanted = [name.strip() for name in names.split(",")]
+    # An unknown name is an error here, whatever the others are.
     for name in wanted:
         if not manager.match_tasks([name]):
             raise SettingsError(

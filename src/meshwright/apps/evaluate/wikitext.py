@@ -78,12 +78,14 @@ def read_text(path: str) -> list[str]:
 
 
 def cut_text(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
-    ids = list(tokenizer.encode(detokenize(text, pick_table(file.path))))
+    plain = detokenize(text, pick_table(file.path))
+    ids = list(tokenizer.encode(plain))
     words = count_words(text)
     if len(ids) < 2 or words < 2:
         raise bad_data(
             f"{file.path} has {words} words and {len(ids)} tokens; there is nothing to predict"
         )
+    # Windows begin at multiples of the stride, as Megatron's do, and each counts its new tokens.
     spans = window_spans(len(ids) - 1, file.length, file.stride, at_multiples=True)
     return [Window(ids[begin : end + 1], first - begin) for begin, first, end in spans]
 
@@ -98,9 +100,11 @@ def measure_text(scored: Scored[str]) -> dict[str, float]:
     predictions = int(scored.counted.sum())
     words = count_words(text)
     loss = total / predictions
+    # The first token and the first word are not predicted. Adjusted, the loss is one of a word.
     ratio = predictions / (words - 1)
     return {
         "loss": loss,
+        # Megatron's limit, beyond which no model is compared.
         "perplexity": math.exp(min(20.0, loss)),
         "adjusted_perplexity": math.exp(min(20.0, loss * ratio)),
         "bits_per_byte": total / math.log(2) / len(text.encode()),
