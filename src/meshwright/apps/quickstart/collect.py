@@ -86,6 +86,7 @@ class CollectedText:
 
 def fraction(text: str) -> float:
     """Return a number in [0, 1) that depends on the text alone."""
+    # By a hash: the same text is drawn or held out again, wherever it stands.
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6]) / 2**48
 
@@ -124,6 +125,7 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
+        # Two shares: of the pieces, which alone are read, and of the text of those.
         size = max(self.bytes, 1)
         share = self.limit / size  # of the text that is yielded
         read = max(self.limit, limits.LONGEST) / size  # of the pieces that are read
@@ -163,6 +165,7 @@ class InputDocuments:
 
     def _draw(self, text: str, place: str, share: float) -> Iterator[str]:
         """Yield a share of a document's parts, and no more than the limit."""
+        # A document longer than the limit gives a part of itself alone.
         share = min(share, self.limit / len(text))
         if share >= 1:
             yield text
@@ -208,6 +211,7 @@ class InputDocuments:
 
 def border(parts: list[str], share: float) -> float:
     """Return the fraction below which parts have this share of the characters, or one part has."""
+    # From the lowest fraction on, until so many characters are below.
     fractions = sorted((fraction(part), len(part)) for part in parts)
     wanted = share * sum(size for _, size in fractions)
     for position, size in fractions:
@@ -233,6 +237,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
         characters += len(text)
         if characters > 100 * LONGEST_PART:
             break
+    # About a hundred parts of what there is, within bounds.
     longest = min(LONGEST_PART, max(SHORTEST_PART, characters // 100))
     expected = max(characters, expected)
     held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
@@ -257,6 +262,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             for part in cut_document(text, longest):
                 position = fraction(part)
                 size = len(part.encode("utf-8", "replace"))
+                # Which side a part is on, and whether the sample has it, depends on its hash alone.
                 side = int(position < held_out or position == least)
                 line = json.dumps({"text": part}).encode() + b"\n"
                 files[side].write(line)
@@ -264,8 +270,10 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
                     files[2].write(line)
                 sizes[side] += size
                 parts[side] += 1
+                # Each character has one byte and those beyond it.
                 wide += size - len(part)
 
+    # Texts that nothing can be learnt from are refused before a vocabulary is made of them.
     if sum(sizes) < LEAST_BYTES:
         raise UserError(
             f"{sum(sizes):,} bytes of text are too few to learn from; "

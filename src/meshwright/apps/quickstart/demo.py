@@ -15,7 +15,16 @@ from meshwright.config import flags
 from meshwright.config.fields import flag
 
 # Tests, tables of character codes, help texts and installed packages: not the library's own code.
-LEFT_OUT = "test tests idle_test idlelib encodings pydoc_data site-packages dist-packages".split()
+LEFT_OUT = [
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+]
 FEWEST_FILES = 20
 PROMPTS = ("def __init__(self,", "class Error(", "for name in")
 

@@ -15,7 +15,6 @@ from meshwright.checkpoint import owner
 from meshwright.config.fields import spelling
 
 # Names in it that a new tour may remove; a model is kept aside.
-TOKEN_FILES = [f"{name}_text_document" for name in ("train", "held_out")]
 TOUR_FILES = [
     "train.jsonl",
     "held_out.jsonl",
@@ -26,9 +25,8 @@ TOUR_FILES = [
     "demo.log",
     "quickstart.log",
 ]
-TOUR_FILES += [
-    f"{name}{end}" for name in TOKEN_FILES for end in (".bin", ".idx", ".tokenizer", ".origin.json")
-]
+for ending in (".bin", ".idx", ".tokenizer", ".origin.json"):
+    TOUR_FILES += [f"train_text_document{ending}", f"held_out_text_document{ending}"]
 
 
 @contextlib.contextmanager
@@ -44,12 +42,14 @@ def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
         raise UserError(f"{folder} is not empty, and no {name} made it; {remedy}", LOCKED)
     is_new = not folder.exists()
     with owner.lock_folder(folder, remedy):  # which makes it
+        # A link there would lead what the tour writes or removes out of its folder.
         for entry in (*TOUR_FILES, mark):
             require_unlinked(folder / entry)
         (folder / mark).touch()
         try:
             yield
         except BaseException:
+            # The mark is empty until a step has finished.
             if not (folder / mark).stat().st_size and not (folder / "run").exists():
                 remove_attempt(folder, mark, is_new)
             raise
@@ -87,6 +87,7 @@ def clear_folder(folder: Path, name: str) -> None:
             remove(path)
             continue
         number = 1
+        # The first free number, so that no earlier model is lost.
         while (aside := folder / f"run-{number}").exists():
             number += 1
         with owner.lock_folder(path, "name another folder"):  # someone may be training there
@@ -116,12 +117,14 @@ class TourProgress:
             done = dict(saved["done"])
         except (OSError, ValueError, LookupError, TypeError):
             return False
+        # More minutes are no other tour: its model is trained further.
         more = self.settings.get("minutes", 0) - before.get("minutes", 0)
         if more > 0:
             before["minutes"] = self.settings["minutes"]
         self.changes = f"other settings: {describe_changes(before, self.settings)}"
         if before != self.settings or not done:
             return False
+        # Someone may have moved the model away, and wants another.
         if "end" in done and not (self.file.parent / "run").is_dir():
             return False
         self.done = done

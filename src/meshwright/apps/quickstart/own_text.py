@@ -106,12 +106,15 @@ def make_model(
         train_in_time(tour, progress, deadline, showing)
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
+        # So much of the held-out text as the time is left for, on a machine that may have slowed
+        # down.
         parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
         is_part = parts < text.held_out_parts
         progress.finish("bits per byte", tour.evaluate(parts if is_part else None))
     with step(
         "7. Let it continue a text: by the most likely words, then by words chosen by chance"
     ):
+        # The first prompt greedily, then the others, or the same by chance.
         prompts = showing.prompts or (prompt_from(Path(tour.held_out)),)
         tour.generate(prompts[0], 64, "--greedy")
         for prompt in prompts[1:] or prompts:
@@ -206,6 +209,7 @@ def choose_training(
     share = text.held_out_bytes / max(text.train_bytes, 1)
     deadline.start = trial.start
     deadline.scored = 2 / 3 * share * tokens / trial.tokens_per_second
+    # It counts 10 MB a second, after a second to start.
     trigram = 1 + min(text.train_bytes, 5e7) / 1e7
     deadline.after = 3 * trial.bare_start + deadline.scored + trigram
 
@@ -214,6 +218,7 @@ def choose_training(
     plan = plans.plan_training(tokens, machine, seconds)
     for line in describe_plan(plan, machine, tokens, vocab, max(seconds, 0)):
         print(f"  {line}")
+    # A fifth more than what is missing, since what follows takes longer too.
     missing = plans.useful(machine) - seconds
     if plan.limit == "time" and missing > 0:
         enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
@@ -282,6 +287,7 @@ def expected_speed(
     The smallest is tried in any case: training says what to do where memory runs out.
     """
     how = speed_flags(profile.kind != "cpu", 0)
+    # The flags of the run's own command, as train reads them.
     _, *words = tour.training(size, 0, USUAL_STEPS, *how)
     config = parse_settings(TrainConfig, words, "train", check=False).config
     prediction = predictor()(config, profile, vocab)
@@ -314,6 +320,7 @@ def choose_precision(
     began = time.perf_counter()
     fp32 = measure_speed(tour, size, deadline.trial / 2, [])
     took = time.perf_counter() - began
+    # The trial of fp32 has used up the time of both.
     if took > deadline.trial:
         print(
             f"  precision: fp32; its trial took {took:.0f} s, which leaves no time for one of bf16"
@@ -399,9 +406,12 @@ def readings(times: float) -> str:
 
 def with_steps(command: list[str], steps: int) -> list[str]:
     """Return the command of a run that has a new length."""
-    command = command if NEW_LENGTH in command else [*command, NEW_LENGTH]
-    place = command.index("--train-iters") + 1
-    return [*command[:place], str(steps), *command[place + 1 :]]
+    changed = list(command)
+    changed[changed.index("--train-iters") + 1] = str(steps)
+    # A run keeps the schedule of its checkpoint, unless it is told to take the new one.
+    if NEW_LENGTH not in changed:
+        changed.append(NEW_LENGTH)
+    return changed
 
 
 def number_of(command: list[str], flag: str) -> int:
@@ -421,6 +431,7 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     plan = progress.done.get("plan")
     if not progress.more_minutes or plan is None:
         return False
+    # What earlier attempts logged says how fast the machine was.
     rows = run_rows(Path(tour.run))
     if not rows:
         del progress.done["plan"]  # for a new trial
@@ -459,6 +470,7 @@ def run_rows(folder: Path) -> list[dict[str, Any]]:
 
 def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showing: Showing) -> None:
     """Train; where the machine becomes faster or slower, correct the number of steps."""
+    # A run that has steps has been continued already.
     is_shown = showing.resumes and not run_rows(Path(tour.run))
     while True:
         plan = progress.done["plan"]
@@ -498,6 +510,7 @@ class PaceWatch:
         if self.is_timed and pace is not None:
             self.deadline.slower = pace / self.deadline.pace
             new = correct_steps(at.iteration, pace, steps, self.deadline, self.most)
+            # 1 for more steps, -1 for fewer, 0 for none.
             way = (new > steps) - (new < steps)
             is_second = way != 0 and way == self.before  # two windows agree
             self.before = way
@@ -536,12 +549,17 @@ def correct_steps(done: int, pace: float, steps: int, deadline: Deadline, most: 
     follows the training takes longer too. No correction is made that saves or uses hardly more time
     than another start takes.
     """
+    # Does it end in time as it is? To be late is worse.
     left = deadline.left(deadline.slower)
     step = pace * plans.validating(steps)
     spare = left - (steps - done) * step
-    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
+    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:
         return steps
+
+    # As many steps as fit beside another start, if that is worth it.
     start = deadline.slower * deadline.start
     fitting = done + int((left - start) / step)
     new = min(max(fitting, done + LAST_STEPS, plans.FEWEST_STEPS), most)
-    return steps if abs(new - steps) * step < WORTH_A_START * start else new
+    if abs(new - steps) * step < WORTH_A_START * start:
+        return steps
+    return new

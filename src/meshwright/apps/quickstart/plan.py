@@ -138,6 +138,7 @@ def trial_size(
     """
     if not accelerator:
         return SIZES[0]
+    # As if the smallest size ran at the speed that the plan expects.
     first = grow(SIZES[0], tokens)
     machine = MeasuredSpeed(first, predict(first), predict, accelerator)
     return plan_training(tokens, machine, seconds).size
@@ -167,8 +168,10 @@ def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> Traini
     sizes = [grow(size, tokens) for size in SIZES] if machine.accelerator else SIZES
     chosen = sizes[0]
     for size in sizes:
+        # Too large for the text, which it would learn by heart.
         if size.parameters > PARAMETERS_PER_TOKEN * tokens:
             continue
+        # What it would read in the time must be worth its parameters.
         read = min(machine.speed(size) * seconds, EPOCHS * tokens)
         if size.parameters * READS <= read:
             chosen = size

@@ -34,9 +34,14 @@ class LoggedInterval:
 
     def __str__(self) -> str:
         """Return what a newcomer wants to see."""
-        speed = f"{self.tokens_per_second:,.0f} tokens/s"
-        place = f"{self.iteration:>6} of {self.total}"
-        return f"iteration {place}   loss {self.loss:.3f}   {speed}   {self.left} left"
+        return "   ".join(
+            (
+                f"iteration {self.iteration:>6} of {self.total}",
+                f"loss {self.loss:.3f}",
+                f"{self.tokens_per_second:,.0f} tokens/s",
+                f"{self.left} left",
+            )
+        )
 
 
 # Read in Megatron's lines, as the trial has no run folder with a metrics.jsonl.
@@ -84,16 +89,15 @@ def call(
         assert child.stdout
         try:
             for line in child.stdout:
+                # What it says goes to the log, to the caller, and in short to the user.
                 printed += line
                 everything.write(line)
                 if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
-                if (
-                    stop
-                    and (at := read_step_line(line))
-                    and at.iteration < at.total
-                    and (reason := stop(at))
-                ):
+                at = read_step_line(line) if stop else None
+                if stop is None or at is None or at.iteration == at.total:
+                    continue
+                if reason := stop(at):
                     print(f"  -> {reason}", flush=True)
                     child.send_signal(signal.SIGTERM)
                     stop, expected = None, SIGTERM  # a second one would end it immediately
@@ -126,6 +130,7 @@ def environment() -> dict[str, str]:
         "PYTHONIOENCODING": "utf-8",
         "MESHWRIGHT_LOG_FORMAT": "megatron",
     }
+    # The user's number of threads counts, the form of the log does not.
     return few | os.environ | ours
 
 
@@ -144,6 +149,7 @@ class TrainingLines:
             self.shown = SHOWN_LINES * interval.iteration // interval.total
             return str(interval) if self.shown > before else None
         if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
+            # The last step is validated twice: at its interval, and at the end.
             is_again = at[1].startswith("the end") and self.validated == f"iteration {self.total}"
             self.validated = at[1]
             return (

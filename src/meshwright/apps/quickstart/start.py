@@ -59,6 +59,7 @@ def start_tour(
     tour = Tour(folder, f"{name}.log", request.device)
     try:
         with fitted_output(), folders.claim_folder(folder, mark, name):
+            # Begin anew, take up a finished tour, or go on with an unfinished one.
             if request.overwrite or not progress.resume():
                 if not request.overwrite:
                     folders.require_no_model(folder, progress.changes)
