@@ -368,11 +368,16 @@ def measure_links(device: torch.device) -> dict[str, float]:
         return {}
     words = ["launch", "--nproc-per-node", str(count), str(Path(links.__file__)), device.type]
     command = [sys.executable, "-m", "meshwright", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            return {name: float(x) for name, x in json.loads(line).items()}
-    errors = done.stderr.splitlines() or ["nothing was printed"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
+    except subprocess.TimeoutExpired:
+        errors = [f"no answer in {LINK_SECONDS} s"]
+    else:
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                return {name: float(x) for name, x in json.loads(line).items()}
+        errors = done.stderr.splitlines() or ["nothing was printed"]
+    # A profile keeps the links of the data sheet then.
     show(f" > the links were not measured: {errors[-1]}")
     return {}
 
@@ -389,13 +394,15 @@ def within(known: LinkSpeed, measured: Mapping[str, float]) -> dict[str, float]:
 def disk_per_second(folder: Path) -> float:
     path = folder / "disk"
     data = os.urandom(1 << 20) * (DISK_BYTES >> 20)
-    begun = time.perf_counter()
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - begun
-    path.unlink()
+    try:
+        begun = time.perf_counter()
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - begun
+    finally:  # a full disk keeps nothing of it
+        path.unlink(missing_ok=True)
     return DISK_BYTES / seconds
 
 

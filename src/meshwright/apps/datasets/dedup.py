@@ -179,6 +179,8 @@ def deduplicate(
     for path in (output, report):
         if path is not None and Path(path).resolve() in inputs:
             raise UserError(f"{path} is an input, too; choose another name for what is written")
+    if report is not None and Path(report).resolve() == target.resolve():
+        raise UserError(f"{report} would hold what is kept and what is removed; name two files")
 
     out = Outcome()
     documents = JsonDocuments(paths, rule.key, out.bad)

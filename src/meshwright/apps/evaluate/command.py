@@ -189,7 +189,7 @@ class EvaluateConfig(ReadConfig):
             out.append(Problem(("task", "valid_data"), text))
         if e.steps not in (None, "all"):
             numbers = str(e.steps).split(",")
-            if not all(number.strip().isdigit() for number in numbers):
+            if not all(number.strip().isdecimal() for number in numbers):
                 text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
                 out.append(Problem(("steps",), text))
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):

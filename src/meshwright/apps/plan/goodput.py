@@ -38,11 +38,12 @@ class Interruptions:
     def goodput(self, interval: float) -> float:
         """Return the share of the time that goes into steps which count."""
         # Daly's model: failures are a Poisson process, and a segment is repeated until none hits.
-        segment = math.expm1((interval + self.stall) / self.between)
-        recovery = math.exp((self.restart + self.written) / self.between)
-        lost = segment * recovery
-        if lost == math.inf:
+        try:
+            segment = math.expm1((interval + self.stall) / self.between)
+            recovery = math.exp((self.restart + self.written) / self.between)
+        except OverflowError:  # the run would never come to its next checkpoint
             return 0.0
+        lost = segment * recovery
         return interval / (self.between * lost)
 
 
@@ -63,10 +64,7 @@ def expect(
     """Return the goodput of a run whose steps take `step`, and together `seconds`."""
     best = max(1, round(losses.interval / step))
     chosen = save_interval or best
-    try:
-        share = losses.goodput(chosen * step)
-    except OverflowError:  # the run would never come to its next checkpoint
-        share = 0.0
+    share = losses.goodput(chosen * step)
     failures = None
     if seconds is not None:
         failures = seconds / share / losses.between if share else math.inf

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DRAWN_ROUNDS = 3  # of as many micro-batches as stages; a pipeline repeats itself after that
+# A colour for each kind of memory, of which a pipeline rank may have all ten.
 KINDS = (
     "#3d85c8",
     "#d9772b",
@@ -29,6 +30,7 @@ KINDS = (
     "#1597a5",
     "#d060b0",
     "#7b8490",
+    "#a5684c",
 )
 PASSES = {
     "F": ("forward", plot.LINE),
@@ -182,8 +184,11 @@ def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Dr
 def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: float) -> Drawing:
     """Draw the goodput over the time between two saves."""
     figure, axes = plot.new_axes((7.6, 3.0), x="minutes between saves")
-    x, y = zip(*goodput_points(losses, step), strict=True)
-    axes.plot(x, [100 * share for share in y], color=plot.LINE, lw=1.6)
+    # Where failures come faster than steps, there is no interval to draw.
+    points = goodput_points(losses, step)
+    x = [minutes for minutes, _ in points]
+    y = [100 * share for _, share in points]
+    axes.plot(x, y, color=plot.LINE, lw=1.6)
     axes.plot([expected.save_interval * step / 60], [100 * expected.share], "o", color=plot.POINT)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

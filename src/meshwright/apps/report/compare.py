@@ -227,7 +227,9 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
         if i not in after:
             continue
         gaps[i] = gap(loss, after[i])
-        relative[i] = abs(gaps[i] / loss) if gaps[i] and loss else abs(gaps[i])
+        # Of a loss of 0, or one that is not a number, no share can be taken.
+        is_share = gaps[i] and loss and math.isfinite(gaps[i])
+        relative[i] = abs(gaps[i] / loss) if is_share else abs(gaps[i])
         if first is None and loss.hex() != after[i].hex():
             first = i
     # Where the runs end, and without steps whose loss is not a number.

@@ -200,8 +200,12 @@ class Scheduler:
             self._loop.call_soon_threadsafe(_put_all, batch)
 
     def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
-        """Advance a generator by a step, unless its caller has left; by turns with others."""
-        result, error = None, None
+        """Advance a generator by a step, unless its caller has left; by turns with others.
+
+        Bad logits and a lack of memory end it alone; any other error ends the thread.
+        """
+        result = None
+        error: Exception | None = None
         try:
             if not done.cancelled():
                 next(work)
@@ -211,6 +215,11 @@ class Scheduler:
             result = end.value
         except UserError as e:
             error = e
+        except BaseException as e:
+            if not devices.is_out_of_memory(e):
+                self._calls.append((work, done))  # whose caller _fail_all answers
+                raise
+            error = ModelFailed(str(e))
 
         def settle() -> None:
             if not done.done():  # the caller may have been cancelled

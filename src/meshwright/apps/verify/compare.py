@@ -378,12 +378,12 @@ class Recorder:
         return what.tolerance(self.config, self.device)
 
     def note(self, what: Quantity, name: str, step: int, far: float) -> None:
+        if math.isnan(far):  # two infinities, which cannot be told apart
+            far = math.inf
+        # The first difference tells where it comes from, the largest how bad it is.
         seen = self.seen.setdefault((what, name), Seen())
         seen.largest = max(seen.largest, far)
-        # Also true of NaN, which no comparison holds for.
-        is_beyond = not far <= self.allowed(what)
-        # The first difference tells where it comes from, the largest how bad it is.
-        if is_beyond and seen.first is None:
+        if far > self.allowed(what) and seen.first is None:
             seen.first = step, far
 
     def note_equal(self, what: Quantity, name: str, step: int, is_equal: bool) -> None:
