@@ -24,7 +24,7 @@ from meshwright.base.version import installed_version, our_version
 
 
 class Bench:
-    """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
+    """A run of rows. table.txt and results.json are up to date after each; bench.png comes last."""
 
     def __init__(self, plan: BenchPlan, command: str, gpus: int) -> None:
         self.plan, self.gpus = plan, gpus
@@ -74,7 +74,7 @@ class Bench:
         return failed
 
     def measure(self, row: BenchRow, title: str) -> dict[str, Any]:
-        # Without a GPU a row on several ranks runs on the CPU, so only fewer GPUs are too few.
+        # Without any GPU, a row on several ranks runs on the CPU; with some, they may be too few.
         if row.gpus > self.gpus > 0:
             need = f"needs {row.gpus} GPUs, this machine has {self.gpus}; --gpus and --rows choose others"
             return {

@@ -49,8 +49,8 @@ from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 
-FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
-HOST_ROUNDS = 5  # in which the host is measured
+FIGURE_SECONDS = 0.4  # seconds for which a figure is measured, beside the first call
+HOST_ROUNDS = 5  # rounds in which the host is measured
 # Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
 COUNTED = 0.87
 # A step whose operations take a device less time than the host takes to launch them.
@@ -82,7 +82,7 @@ def calibrate(wanted: str, folder: Path) -> Path:
     sizes = SMALL if is_cpu else LARGE
     title = devices.device_name(device)
 
-    # What the data sheet says, where the name matches a profile; of a CPU, what is measured.
+    # A GPU whose name matches a profile has its data sheet's peaks, a CPU those that are measured.
     known = profile_of(title) or load_profile("cpu")
     copied = copied_per_second(device, sizes)
     rates = products(device, sizes, copied)
@@ -217,8 +217,8 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
     is_cpu = device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
     samples, heads = (1, 4) if is_cpu else (4, 16)
-    # Of a causal square the diagonal's blocks are computed whole, and each row of blocks starts
-    # slowly; `timing` has the same rule.
+    # The blocks on the diagonal of a causal square are computed whole, and each row of blocks
+    # starts slowly. The plan's timing.py has the same rule.
     blocks = sizes.tokens / ATTENTION_ROWS
     computed = (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
     out: dict[str, float] = {}
@@ -240,7 +240,7 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
         # FLOPs of what is computed: two products forward, five backward.
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * computed
         first = seconds_of(forward, device)
-        # The plan counts these of backward's passes over the heads apart.
+        # The plan counts the backward kernel's passes over the heads on their own.
         passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
         out[f"attention_{width}"] = flops / first / peak
@@ -272,7 +272,7 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     """Return the seconds of small kernels, on a GPU without the host's part.
 
     A product of 1,024 rows takes longer than its FLOPs at the speed of large ones, by the rule of
-    `timing`.
+    the plan's timing.py.
     """
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     side = 1024 if device.type != "cpu" else 128
@@ -312,9 +312,9 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
 def host_seconds(device: torch.device) -> dict[str, float]:
     """Return the host's seconds to launch a kernel, which its other times are in proportion to.
 
-    Layers of a training step are compared with what their launches take by SECONDS. A host that
-    others share is half as fast again in one second as in the next, so the median of some rounds
-    counts, of layers that launch much else.
+    The seconds of a layer in a training step are compared with those of its launches by SECONDS. A
+    host that others share is half as fast again in one second as in the next, so the median of some
+    rounds counts.
     """
     blocks = ("fused", "plain") if devices.has_kernels(device) else ("plain",)
     factors = []

@@ -31,7 +31,7 @@ def compare_with_peers(
     """Return the figures of each program, with the ratio of our speed to its, the fastest first."""
     out = []
     for name in plan.peers:
-        # compiling takes minutes; megatron-core needs CUDA
+        # On a CPU, compiling takes minutes, and megatron-core is not compared.
         if name != "transformers" and "--device cpu" in row.flags:
             continue
         say(name)

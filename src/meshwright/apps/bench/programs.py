@@ -65,14 +65,15 @@ def main(request: dict[str, Any], path: Path) -> None:
         # The fastest micro-batch once more, for as many steps as our own row has.
         best = max(speeds, key=lambda micro: speeds[micro])
         if speeds[best]:
-            devices.reset_memory(device) if device.type != "cpu" else None
+            if device.type != "cpu":
+                devices.reset_memory(device)
             row = about | {"micro": best, "tokens_per_second": trial.speed(best, request["steps"])}
             row |= {"peak_bytes": devices.peak_memory(device), "losses": trial.losses}
             file.write(json.dumps({"event": "done"} | row) + "\n")
 
 
 class Trial:
-    """Runs steps of one program with micro-batches of any size."""
+    """Steps of one program, with micro-batches of any size."""
 
     def __init__(self, step: PeerStep, length: int, ids: int, device: torch.device) -> None:
         self.step = step
@@ -352,7 +353,7 @@ def attention_by_torch() -> type:
 def foreach_norm(
     chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """In the place of megatron-core's loop, which waits for the device at each tensor."""
+    """Take the place of megatron-core's loop, which waits for the device at each tensor."""
     # Its caller takes (norm, norms of each tensor) and uses the first.
     return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
 

@@ -116,8 +116,8 @@ def of_sizes() -> list[BenchRow]:
 
 
 def of_layouts(gpus: int) -> list[BenchRow]:
-    """Rows on several GPUs, each beside the one with as many samples a GPU and micro-batch."""
-    # As many GPUs as there are, so that each row says what a GPU still does of what one does.
+    """Return rows on several GPUs, each beside a row on one GPU with as many samples for each."""
+    # All GPUs take part, so that each row says which share of its speed alone a GPU still reaches.
     on_all = functools.partial(row, gpus=gpus)
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
@@ -183,7 +183,7 @@ def of_layouts(gpus: int) -> list[BenchRow]:
 
 
 def of_seeds() -> list[BenchRow]:
-    """The settings that the five guides of compat/ publish, on one GPU: without their layouts."""
+    """Return rows of the settings that the guides in compat/ publish, on one GPU."""
     fp16 = "--fp16 --min-lr 1e-5 --lr 1.5e-4 --weight-decay 0.01 --clip-grad 1.0"
     recompute = f"{fp16} --checkpoint-activations"
 
@@ -223,13 +223,13 @@ def preset(name: str, cut: bool = True) -> BenchRow:
 
 
 def of_startup() -> list[BenchRow]:
-    """Few steps of each model: seconds to the first one."""
+    """Return rows of few steps, which show the seconds to the first one."""
     rows = [("345M cold", A, 32), ("345M warm", A, 32), ("1.3B", B, 16), ("2.7B", C, 8)]
     return [row(name, flags, micro, steps=3, is_fresh=True) for name, flags, micro in rows]
 
 
 def of_cpu() -> list[BenchRow]:
-    """Tiny models, in about a minute on two cores."""
+    """Return rows of tiny models, which take about a minute on two cores."""
     sizes = "--vocab-size 512 --device cpu"
     return [
         row("tiny", f"{TINY} {DRY} {sizes}", 4, peers=(4, 8)),

@@ -97,7 +97,7 @@ def measure_row(
     folder.mkdir(parents=True)
     first, status, began = run_to_end(row, plan, on_step)
     logged = read_rows(folder)
-    # What a row says whether it ended or not.
+    # These are known of every row, also of one that failed.
     result: dict[str, Any] = {
         "name": row.name,
         "command": shlex.join(["meshwright", *plan.command(row)]),
@@ -157,7 +157,8 @@ def run_to_end(
         try:
             while run.poll() is None:
                 new, end = read_new_rows(folder, end)
-                # The run's own log says when its first step ended, to a few hundredths of a second.
+                # The first step has ended when the run's log has it, but for some hundredths of a
+                # second.
                 steps += sum(r["event"] == "step" for r in new)
                 if steps and first is None:
                     first = time.time()
@@ -168,8 +169,7 @@ def run_to_end(
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         run.wait(GRACE_SECONDS)
                     break
-                # Often until the first step, whose time counts; later seldom, so as to disturb
-                # nothing.
+                # Look often until the first step, whose time counts, then seldom: it disturbs.
                 time.sleep(0.02 if first is None else 0.2)
         finally:
             if run.poll() is None:

@@ -98,7 +98,7 @@ def startup_lines(results: Iterable[Result]) -> list[str]:
 
 
 def add_ratio(result: Result, earlier: Iterable[Result]) -> None:
-    """Add the share of the speed a GPU that is left of the one-GPU row's."""
+    """Add the speed of each GPU as a share of that of the row on one GPU."""
     if result["failed"]:
         return
     for base in earlier:

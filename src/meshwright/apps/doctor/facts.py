@@ -33,7 +33,7 @@ MIB = 1 << 20
 TESTED = ((2, 11), (2, 15))  # versions of torch, first and last
 RANGE = f"torch>={TESTED[0][0]}.{TESTED[0][1]},<{TESTED[1][0]}.{TESTED[1][1] + 1}"
 NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
-# What packages bring that the installation has only with an extra, or on common machines only.
+# Packages that come with an extra, or only on common machines, and what each is good for.
 BRINGS = {
     "gigatoken": "encodes text about 30 times as fast",
     "numba": "builds the sample indices of large data faster",
@@ -96,7 +96,7 @@ def conclude(facts: list[Fact]) -> list[str]:
     if bad := [f.name for f in facts if f.level == "problem"]:
         out.append(f"Worth mending, see the lines marked with !: {', '.join(bad)}.")
 
-    # What a command of pip would bring; one may bring several.
+    # Missing packages by the command of pip that brings them; one may bring several.
     missing: dict[str, list[str]] = {}
     for f in facts:
         if "install" in f.values:
@@ -130,7 +130,7 @@ def fact_table(facts: list[Fact], verdict: list[str]) -> list[str]:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text at words, but no command of pip, which is copied."""
+    """Break a text between words, but not within a command of pip, which readers copy."""
     joined = PIP.sub(lambda command: command[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
@@ -160,7 +160,7 @@ def _program() -> Iterator[Fact]:
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Fact("Program", "platform", text)
 
-    # Packages of the base installation: without some nothing starts, others one command imports.
+    # Packages of the base installation: nothing starts without some; others serve some commands.
     base = [name for name, extra in declared_packages().items() if not extra]
     others = sorted(set(base).difference(NEEDED, BRINGS, ["torch"]))
     how = "pip install ." if is_clone else "pip install --force-reinstall meshwright"
@@ -211,7 +211,7 @@ def _compute() -> Iterator[Fact]:
     for device in found:
         yield _accelerator(device)
 
-    # Driver and torch must be for each other.
+    # Driver and torch must fit each other.
     driver = devices.nvidia_driver()
     if found:
         if driver:

@@ -75,8 +75,8 @@ def score_text(
     length = m.seq_length
     stride = min(stride or max(1, length // 2), length)
 
-    # The bar counts documents, and what is scored are windows: each advances it by its share.
-    shares = collections.deque[float]()  # of a document, for each window that is not scored
+    # The bar counts documents, but windows are scored: each advances it by its share of a document.
+    shares = collections.deque[float]()  # of the windows that are not scored yet, in order
 
     def cut() -> Documents:
         for ids, size in documents:
@@ -105,7 +105,7 @@ def score_text(
 
 
 class TaskScorer:
-    """Scores named tasks, which are cut into windows once for models of one run and length."""
+    """A scorer of named tasks, which are cut into windows once for models of one run and length."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class TaskScorer:
         self.batch = batch
         self.every = every
         self.limit = limit
-        # by folder and sequence length
+        # By folder and sequence length.
         self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
@@ -142,7 +142,7 @@ class TaskScorer:
                 scorer = log_batches(scorer, self.every)
             values = task.score(scorer, m.seq_length, self.batch)
         assert values is not None
-        # One measure that is not a number makes the sum one.
+        # The sum is finite only if each measure is.
         require_finite(sum(values.values()))
         console.say(task.line(values))
         facts = task.facts | {"seconds": round(time.perf_counter() - began, 3)}
@@ -155,7 +155,7 @@ def log_batches(scorer: Scorer, every: int) -> Scorer:
 
     def score(batches: list[WindowBatch]) -> Tensor:
         nonlocal done
-        # Megatron counts the batches of all calls together.
+        # Megatron counts batches from 0 over the whole task, so the count goes on between calls.
         for number in range(done, done + len(batches)):
             if number % every == 0:
                 console.say(f"> working on iteration: {number}")

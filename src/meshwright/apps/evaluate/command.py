@@ -40,9 +40,9 @@ from meshwright.training.tasks import find_task
 if TYPE_CHECKING:
     from meshwright.generation.language_model import LanguageModel
 
-# what scores a model, and is given the folder of its run
+# A function that scores a model, given the folder of its run.
 Measure = Callable[["LanguageModel", str], Iterable[Result]]
-# by --task and its flags
+# Megatron's tasks by the words that ask for them: --task and the flags that change it.
 OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}
 
 
@@ -297,12 +297,12 @@ def choose_measure(c: EvaluateConfig, texts: list[str], is_divided: bool, batch:
 
 
 class Scoring:
-    """Scores one checkpoint after the other, keeps the results and prints them."""
+    """The scoring of one checkpoint after the other, with the results so far."""
 
     def __init__(self, e: Evaluate, folders: list[str], measure: Measure) -> None:
         self.flags, self.measure = e, measure
         self.several = len(folders) > 1
-        self.waiting = iter(folders)
+        self.waiting = iter(folders)  # in the order in which their models are loaded
         self.results: list[Result] = []
 
     def work(self, m: LanguageModel) -> None:

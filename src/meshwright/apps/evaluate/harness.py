@@ -76,7 +76,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         out = []
         for request, window, (nats, hits) in zip(requests, windows, scores, strict=True):
             out.append((-nats, hits == window.counted))
-            # The harness keeps answers, if it was asked to, so that it can go on after a stop.
+            # The harness keeps answers if it is asked to, so that it can go on after a stop.
             self.cache_hook.add_partial("loglikelihood", request[0], out[-1])
         return out
 
@@ -100,7 +100,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt, up to a stop string."""
         length = self.model.seq_length
-        for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
+        # Answers have no loss by which damaged weights would be seen: score the first prompt.
+        for request in requests[:1]:
             self.score([Window(self.after_end(request.args[0])[: length + 1])])
         asked = list[Request]()
         for request in requests:
@@ -116,10 +117,10 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             sampling = {name: options[name] for name in SAMPLING if options.get(name)}
             chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
             until = tuple(text for text in options["until"] if text)
-            # The end of a prompt that is too long, as the harness' own backend does.
+            # Of a prompt that is too long, only the end is read, as by the harness' own backend.
             ids = self.tok_encode(context)[-room:]
-            # Decoded without the prompt, as the harness' own backend does: a vocabulary that begins
-            # a word with a space then loses the first one.
+            # An answer is decoded without the prompt, as by the harness' own backend: with a
+            # vocabulary whose words begin with a space, its first space is lost.
             asked.append(Request(ids, chosen, self.seed, len(asked), until, is_alone=True))
         texts = [text.text for text in complete(self.model, asked, self.batch)]
         for request, text in zip(requests, texts, strict=True):
@@ -162,7 +163,8 @@ def score_harness(
             if "," in key and isinstance(value, int | float):
                 values[key.removesuffix(",none")] = float(value)
         measures = [key for key in values if "stderr" not in key]
-        for key in measures:  # not of the standard error, which one question has none of
+        # Standard errors are not looked at: a single question has none.
+        for key in measures:
             require_finite(values[key], f"{key} of {name}")
         facts = {
             "few_shot": report["n-shot"].get(name),

@@ -36,7 +36,7 @@ class Score:
     tokens: int
     bytes: int
     documents: int
-    # nats per token by ranges of places in a window
+    # Nats per token by ranges of positions in a window.
     by_position: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        # exp of more is beyond float64.
+        # The exponential of more is beyond float64.
         return math.exp(min(self.loss, 700))
 
     @property
@@ -104,7 +104,8 @@ def read_token_files(
         for indexed, chosen in parts:
             for document in chosen:
                 ids = indexed.document(document).tolist()
-                while ids and ids[-1] == tokenizer.eod:  # of --append-eod
+                # The ends of documents that --append-eod wrote are no text.
+                while ids and ids[-1] == tokenizer.eod:
                     ids.pop()
                 yield ids, len(tokenizer.decode_bytes(ids))
 
@@ -149,7 +150,7 @@ def score_documents(
         totals.append(float(values[:, 0].sum()))
         # The first column of the scores is the sum, the second the hits, then sums by range.
         nats = [a + b for a, b in zip(nats, values[:, 2:].sum(0).tolist(), strict=True)]
-    # Without rounding errors that grow with the number of batches.
+    # The exact sum: a plain one would round once more for each batch.
     total = math.fsum(totals)
     if not tokens:
         raise bad_data("there is no text to score")

@@ -84,10 +84,10 @@ def tabulate(results: Sequence[Result]) -> str:
         rows = [row[1:] for row in rows]
     lines = align_columns(rows, to_the_right=True)
 
-    # What they have in common, in a line above.
+    # The facts that all have in common are said once, in a line above.
     facts = []
     for name, value in first.facts.items():
-        if name != "seconds":  # which differ by checkpoint
+        if name != "seconds":  # each checkpoint has its own
             facts.append(f"{with_spaces(name)} {format_value(value)}")
     head = f"{first.task or 'text'}: {'; '.join(facts)}"
     return "\n  ".join([head, *lines])

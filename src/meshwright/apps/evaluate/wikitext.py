@@ -18,8 +18,9 @@ from meshwright.training.tasks import Metric, Scored, Task, TaskFile
 if TYPE_CHECKING:
     from meshwright.data.tokenizers import Tokenizer
 
-# What is replaced by what, in this order; a pattern may span lines. All tables are those of
-# Megatron's evaluation, with whose numbers ours are compared.
+# Patterns and their replacements, applied in this order; a pattern may span lines. All tables are
+# those of Megatron's evaluation, with whose numbers ours are compared, slips such as `/' [0-9]/`
+# included.
 WIKITEXT_MARKS = [
     (r"s '", "s'"),
     (r"/' [0-9]/", "/'[0-9]/"),
@@ -139,7 +140,7 @@ WIKITEXT = Task(
     measure=measure_text,
     describe=describe_wikitext,
     words=megatrons_words,
-    stride=32,  # of Megatron's --overlapping-eval
+    stride=32,  # the default of Megatron's --overlapping-eval
     no_limit="WikiText is one text",
     megatron="WIKITEXT103",
     source="""wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip

@@ -73,7 +73,7 @@ class LimitedProtocol(H11Protocol):
         self._phase = phase
         self._reading = None
         if phase and not self.transport.is_closing():
-            # the application, which waits for it, answers first
+            # A body gets a second more: the application waits as long for it, and answers first.
             seconds = self.seconds + (phase == "body")
             self._reading = self.loop.call_later(seconds, self._expire)
 

@@ -43,8 +43,8 @@ DIVIDING = (
     "zero_stage",
 )
 GPT2_VOCABULARY = 50_257
-MOST_DEVICES = 16_384  # that are tried where a run does not fit
-ENOUGH_SECONDS = 3.0  # for each kind of these trials
+MOST_DEVICES = 16_384  # the most that are tried where a run does not fit
+ENOUGH_SECONDS = 3.0  # for each series of such trials: near the given number, powers of two ...
 DRAWN = 40  # layouts in the picture of a search
 
 
@@ -198,7 +198,7 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     if searches is None:
         searches = not given.intersection(DIVIDING)
     if searches:
-        # a tenth of its time: it makes many objects, and hardly any cycles
+        # Garbage collection would take a tenth of the time, and a search makes hardly any cycles.
         with host.collector_off():
             prediction, found = search(prediction, given, asked)
     else:
@@ -225,7 +225,7 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
 
 
 def take_devices(problem: Problem) -> Problem:
-    """Return a problem of the number of ranks with plan's flag in place of a launch."""
+    """Return a problem that names plan's --gpus where the checks of train propose a launch."""
     text = re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem.text)
     return dataclasses.replace(problem, text=text)
 

@@ -100,7 +100,7 @@ def predict_here(
     kind = config.parallel.device.partition(":")[0]
     if checks.problems(config, needs_data=False):
         return None
-    # Other devices have no profile.
+    # Accelerators of other makers have no profile.
     if device is None and kind not in ("auto", NVIDIA, "cpu"):
         return None
     try:
@@ -310,7 +310,7 @@ def checkpoint_lines(losses: Interruptions, goodput: ExpectedGoodput, size: int)
         ("goodput", f"{100 * goodput.share:.1f} %"),
     ]
     if goodput.failures is not None:
-        # after the hours between failures
+        # In the table they follow the hours between failures.
         rows.insert(4, ("failures until the end", f"{goodput.failures:,.1f}"))
     return ["checkpoints and failures", *indented(rows)]
 

@@ -2,8 +2,8 @@
 
 A rank holds weights, gradients and optimizer state throughout, which training/sizes.py knows to the
 byte. What passes keep is so much of a layer for each micro-batch in flight, and what the fullest
-moment needs beside that. Layouts that differ in one setting share most of these parts, so parts are
-computed once: `Run` is what a search keeps, `LayoutSizes` what it changes.
+moment needs beside that. Layouts that differ in one setting share most of these parts, so each part
+is computed once: `Run` is what a search keeps, `LayoutSizes` what it changes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 WITHIN = 0.05  # by which estimates of tensors are off, but for rare cases
 NEAR = 0.03  # by which 95 of 100 are off at most: a search leaves out what is further away
 FLOAT, LONG = 4, 8  # bytes
-MANY = 4  # micro-batches of a step: of more, the mean of their gradients' work is nearly the same
+MANY = 4  # micro-batches of a step; with more, the mean work on gradients hardly changes
 ROUNDS = 2  # of as many micro-batches as pipeline ranks, after which no rank holds more
 RESERVED = 1.02, 1.12  # what torch's allocator takes for a byte of tensors, and with ZeRO 3
 
@@ -136,17 +136,17 @@ class LayerBytes(NamedTuple):
 
     saved: float  # for the backward pass
     again: float  # the layer's input: all that is kept of a layer that runs once more
-    first: float  # what the first layer of a stage does not have of that
-    passing: float  # of the backward pass, beside what is saved
+    first: float  # the part of it that the first layer of a stage lacks
+    passing: float  # during the backward pass, beside what is saved
 
 
 class EndBytes(NamedTuple):
     """Bytes outside of the layers, for a micro-batch on one rank."""
 
     stream: float  # the hidden states, as stages exchange them
-    shared: float  # by all layers: places, rotary tables, dropout's hashes
+    shared: float  # by all layers: positions, rotary tables, dropout's hashes
     head: float  # logits, and what else is saved for the head and the loss
-    passing: float  # of their passes
+    passing: float  # during the head's passes
 
 
 def layer_bytes(c: TrainConfig) -> LayerBytes:
@@ -289,7 +289,7 @@ class RankShape(NamedTuple):
     layer: int  # parameters of a layer
     rest: int  # of what is outside of the layers
     table: int  # of the head's table
-    parts: int  # that ZeRO cuts them into
+    parts: int  # into which ZeRO cuts all of these
 
     @property
     def parameters(self) -> int:
@@ -362,7 +362,7 @@ def sharded_bytes(
     kept = kept_bytes(run, layout, layer, 1)[0]
     others = min(1, shape.layers - 1)
     if layout.zero_stage == 2:
-        # Of the head, a layer, and others whose sums run, of this or the last micro-batch.
+        # Gradients of the head and a layer are there at once, and others whose sums still run.
         summed = full * (1 + 1 / parts)
         beside = max(0.0, shape.layer * summed - kept)
         running = min(2, shape.layers - 1)
@@ -373,7 +373,8 @@ def sharded_bytes(
         last = shape.rest if shape.has_first else others * shape.layer
         then = (shape.layer + last) * summed + shape.table * full
         return 0.0, max(now, then)
-    # Two layers and the rest are gathered; there are gradients of a layer, or the last one's sum.
+    # Two layers and all outside of them are gathered. There are a layer's gradients, or the sum of
+    # those of the layer before.
     weights = (shape.rest + (1 + others) * shape.layer) * low
     layer_gradients = max(shape.layer * low, others * (shape.layer * full - kept))
     during = weights, shape.table * low + layer_gradients
@@ -390,7 +391,8 @@ def muon_bytes(c: TrainConfig) -> float:
     layers = (c.model.num_layers or 0) / p.pipeline_model_parallel_size
     matrices = layer_matrices(c.model).values()
 
-    # Alone, a chunk of matrices at once: two tensors of their size, three of the smaller square.
+    # One rank takes a chunk of matrices at once: two tensors of their size, three of the smaller
+    # square.
     if tp * data == 1:
         largest = max(matrices, key=math.prod)
         size = math.prod(largest)
@@ -469,7 +471,7 @@ def beside(run: Run, layout: LayoutSizes) -> tuple[float, int]:
 
 
 def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
-    """Return a layout without what decides about passes alone, for what a rank holds."""
+    """Return a layout without the settings of passes alone: the key for what a rank holds."""
     name = layout.pipeline_schedule
     virtual = layout.num_layers_per_virtual_pipeline_stage
     if not run.config.parallel.pipeline_layout:
@@ -480,7 +482,7 @@ def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
 
 
 def without_stages(layout: LayoutSizes) -> LayoutSizes:
-    """Return a layout without pipeline and ZeRO, for what a micro-batch takes of a layer."""
+    """Return a layout without pipeline and ZeRO: the key for the memory of a layer's passes."""
     return layout._replace(
         pipeline_model_parallel_size=1,
         pipeline_schedule="1f1b",
@@ -561,7 +563,7 @@ def held_of(run: Run, layout: LayoutSizes) -> int:
 
 
 class Seconds(NamedTuple):
-    """Seconds of the passes of a micro-batch: of the device, and of the host that launches them."""
+    """Seconds of a micro-batch's passes: of the device, and of the host that launches them."""
 
     forward: float
     backward: float
@@ -586,9 +588,8 @@ class EstimatedWork(NamedTuple):
     first: Seconds  # the embedding
     last: Seconds  # the head and the loss
     message: float  # seconds between two stages
-    # seconds that the host takes to launch it all, where it may run ahead within a step
-    host: float
-    shard: float  # seconds that it takes more in each direction of a layer with ZeRO 3
+    host: float  # its seconds to launch it all, where it may run ahead within a step
+    shard: float  # its further seconds in each direction of a layer with ZeRO 3
 
 
 @functools.lru_cache(1 << 14)
@@ -597,7 +598,8 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     c = run.config_of(layout)
     terms = StepTerms(c, run.padded(layout), run.profile, run.links)
     terms.count = number
-    layers, waits = c.model.num_layers or 1, terms.pp > 1  # for messages, at the end of each pass
+    layers = c.model.num_layers or 1
+    waits = terms.pp > 1  # for messages, at the end of each pass
     # Recomputation by block takes the first layers of a stage, so a stage is the smallest whole;
     # otherwise the mean over all layers is taken.
     own = layers
@@ -774,7 +776,7 @@ def step_seconds(
 
 
 def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
-    """Return a layout without what the work of a micro-batch does not depend on."""
+    """Return a layout with only the settings that decide about the work of a micro-batch."""
     pp = layout.pipeline_model_parallel_size
     zero = layout.zero_stage
     name = layout.pipeline_schedule

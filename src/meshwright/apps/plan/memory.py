@@ -34,14 +34,14 @@ from meshwright.training.sizes import held_bytes
 if TYPE_CHECKING:
     from meshwright.training.network import Model
 
-GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
-NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
-SYMMETRIC_TRIAL = 16 << 20  # of the trial of sums by copy engines
-# of cuBLAS, for the threads of both passes, and of cuBLASLt
+# In bytes.
+GRAPHS = 72 << 20  # that the driver takes for CUDA graphs, measured on an H100
+NCCL = 365 << 20  # that NCCL takes in each of several processes, measured on two H100
+SYMMETRIC_TRIAL = 16 << 20  # that stay from trying out sums by copy engines
+# Memory that cuBLAS works in, once for the thread of each pass, and that of cuBLASLt.
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
 
-
-# what steps allocate: bytes by kind at the peak, and in order
+# What steps allocate: the bytes by kind at their peak, and each allocation in order.
 Measured = tuple[dict[str, int], list[MemoryEvent]]
 
 
@@ -60,9 +60,9 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of one rank: by kind at the peak of a step, and all that its process takes."""
+    """The bytes of one rank: by kind at the peak of a step, and in all that its process takes."""
 
-    # weights, gradients, optimizer, activations, logits, buffers, communication
+    # weights, gradients, optimizer, activations, logits, buffers, batches, communication
     kinds: dict[str, int]
     context: int  # of the driver and its libraries
     reserve: Callable[[], int] = field(repr=False, compare=False)
@@ -133,7 +133,7 @@ def measure_in_child(
         done = subprocess.run(
             [sys.executable, "-m", "meshwright.apps.plan.measure"],
             input=json.dumps(given),
-            env=os.environ | dict.fromkeys(HIDES.values(), ""),  # no device for the child
+            env=os.environ | dict.fromkeys(HIDES.values(), ""),
             capture_output=True,
             text=True,
             timeout=timeout,

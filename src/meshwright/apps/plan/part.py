@@ -13,7 +13,7 @@ from meshwright.training import forecast
 
 
 class PlanForecast(forecast.Forecast):
-    """Answers from the memory and the times that the plan predicts.
+    """A forecast by the memory and the times that the plan predicts.
 
     Only a dry run and a launch that would be refused measure: where a run trains, memory is
     estimated, and nothing is patched.
@@ -37,6 +37,7 @@ class PlanForecast(forecast.Forecast):
     def memory_of_rank(
         self, config: TrainConfig, padded: int, pipeline_rank: int
     ) -> dict[str, int]:
+        # By any GPU's profile: only the buffers, of the kinds, are a matter of the device.
         return predict(config, load_profile("h200"), padded).ranks[pipeline_rank].kinds
 
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:

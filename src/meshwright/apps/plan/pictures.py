@@ -52,7 +52,7 @@ class Drawing:
         return "".join(plot.key("■", colour, meaning) for colour, meaning in self.legend)
 
 
-# The data of the pictures.
+# The data of the pictures
 
 
 def drawn_timeline(prediction: Prediction) -> Timeline | None:
@@ -96,7 +96,7 @@ def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, floa
     return points
 
 
-# The pictures.
+# The pictures
 
 
 def schedule_drawing(prediction: Prediction) -> Drawing | None:
@@ -200,7 +200,7 @@ def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: floa
 
 
 def decimals(axes: Axes) -> None:
-    """Let the axis of a quantity that is no count have decimals."""
+    """Allow decimals on an axis of something that is measured, not counted."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(6))

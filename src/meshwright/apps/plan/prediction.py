@@ -48,8 +48,8 @@ class Prediction:
     def measured(self) -> Prediction:
         """Return the prediction by real steps, if this machine can measure them.
 
-        It takes seconds and patches torch, so nothing may train in this process. The blocks of a
-        CPU are others than those that are measured.
+        It takes seconds and patches torch, so nothing may train in this process. Only the blocks of
+        a GPU can be measured, so a plan for a CPU stays an estimate.
         """
         return replace(
             self, is_measured=self.machine.profile.kind != "cpu" and memory.can_measure()
@@ -72,7 +72,7 @@ class Prediction:
 
     @cached_property
     def left_first(self) -> int:
-        """Bytes that the rank leaves free which is estimated to be the fullest: a quick answer."""
+        """Bytes left free by the rank that is estimated to be the fullest: a quick answer."""
         # Measuring takes seconds for each rank, so only the likeliest is measured.
         rank = replace(self, is_measured=False).fullest
         if not self.is_measured:
@@ -82,7 +82,7 @@ class Prediction:
 
     @cached_property
     def operations(self) -> StepOperations | None:
-        """What a step executes, if that is measured; no run of compiled blocks is."""
+        """What a step executes, if that is measured, which compiled blocks cannot be."""
         if not self.is_measured:
             return None
         return measured_operations(self.config, self.padded, self.machine.profile)

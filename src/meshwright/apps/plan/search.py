@@ -188,8 +188,7 @@ class LegalLayouts:
         for size in self.free(shape, "micro_batch_size", sizes):
             layout = shape._replace(micro_batch_size=size)
             key = (dp, size)
-            # The checks of a batch ask for these two numbers alone, and are slow: once for each
-            # pair.
+            # The checks of a batch are slow, and depend on these two numbers alone.
             if key not in self.batch_reasons:
                 self.batch_reasons[key] = first(batch_problems(self.run.config_of(layout)))
             if reason := self.batch_reasons[key]:
@@ -226,7 +225,7 @@ class LegalLayouts:
         return [*RECOMPUTE[RECOMPUTE.index(now) :]]
 
     def is_legal(self, layout: LayoutSizes, is_round: bool) -> bool:
-        """Return whether a legal shape is so with its schedule and ZeRO stage.
+        """Return whether a legal shape stays legal with its schedule and ZeRO stage.
 
         `is_round`: pipeline ranks can share the micro-batches of a step.
         """
@@ -270,7 +269,7 @@ class Search:
         self.keep = keep
         self.found = Found()
         self.have = machine.profile.memory_bytes
-        # bytes of the nearest layout, and itself
+        # The layout that lacks the least memory by its estimate, after its bytes.
         self.least_lack: tuple[float, LayoutSizes] | None = None
 
     def run(self, config: TrainConfig) -> Found:
@@ -291,7 +290,7 @@ class Search:
             for one in found.ranked:
                 if len(found.fitting) == self.keep or found.too_large == most:
                     break
-                # One that is estimated to be too large is tried only where it may be the fastest.
+                # One that is estimated to be too large is tried only until a faster one fits.
                 if not found.fitting or one.tensors <= self.have:
                     show(self.try_layout(one.measured()))
         found.fitting.sort(key=lambda one: one.time.seconds)
@@ -351,9 +350,8 @@ class Search:
         """Yield the layouts that may fit, the fastest first, with little recomputation."""
         legal = LegalLayouts(run, self.freedom)
         self.found.refusals, kinds = legal.refusals, legal.recomputations()
-        # micro-batches from which layouts fail
         heap = self.candidates(run, legal)
-        fails = dict[LayoutSizes, int]()
+        fails = dict[LayoutSizes, int]()  # layout -> the micro-batch from which on it is too large
         number = len(heap)
         while heap:
             layout = heapq.heappop(heap).layout
@@ -364,9 +362,8 @@ class Search:
             if layout.micro_batch_size >= fails.get(alike, math.inf):
                 self.found.too_large += 1
                 continue
-            # Three outcomes: it fits; it may fit, and so may one with more recomputation, which
-            # goes back
-            # into the heap by its own time; or no recomputation helps.
+            # Three outcomes: it fits; it may fit, or would with more recomputation, which then goes
+            # back into the heap by its own time; or no recomputation helps.
             more = kinds[kinds.index(layout.recompute_granularity) + 1 :]
             need = estimate.need_of(run, layout)
             if need * (1 - NEAR) <= self.have:

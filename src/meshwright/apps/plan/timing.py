@@ -44,15 +44,15 @@ from meshwright.training.sizes import rows
 if TYPE_CHECKING:
     from meshwright.training.network import Model
 
-# The closed form: how much more a layer's passes move than in fused blocks, by how many kernels.
+# The closed form: the bytes and the kernels of a layer's passes, as multiples of a fused block's.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {
     "fused": (1.0, 1.0),
     "compiled": (1.4, 1.0),
     "plain": (2.2, 2.5),
 }
-# Its collectives in each direction, for the host: of an exchange of tensor ranks, plain and
-# overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
-# benchmarks/records/2026-11-28-four-gpus.
+# The host's time to launch communication in each direction of a layer, in collectives: for an
+# exchange between tensor ranks (plain, overlapped), for context ranks, and for a unit of ZeRO 3.
+# From steps without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
 TENSOR_LAUNCHES = (1, 1.5)
 CONTEXT_LAUNCHES = 2.5
 SHARD_LAUNCHES = 5
@@ -276,7 +276,7 @@ class StepTerms:
         products = 2.5 if heads.is_backward else 1.0
         computed = flops * share * width / heads.width * products
 
-        # What comes on top, as shares: starts of rows, in blocks of the others, and dropout.
+        # What comes on top, as shares of this: the start of each row of blocks, and dropout.
         starts = ATTENTION_STARTS / (blocks + 1)
         drawing = 0.0
         if heads.draws:
@@ -308,7 +308,7 @@ class StepTerms:
             forward += 2 * stream + heads + middle
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
 
-        # Each way's seconds on the device, and the host's to launch it.
+        # The seconds of each direction on the device, and of the host that launches it.
         more_bytes, more_kernels = BLOCKS[self.block]
         casts = 4 if is_fp8 else 0
         launches = LAYER_LAUNCHES["plain" if self.block == "plain" else "fused"]
@@ -320,7 +320,8 @@ class StepTerms:
             host = self.launching(launches[way])
             ways.append(Work(products, attention[way], passes, host=host))
         first, second = ways
-        if self.config.training.recompute_granularity == "selective":  # attention, once more
+        # Selective recomputation runs attention once more, by one launch.
+        if self.config.training.recompute_granularity == "selective":
             second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
 
         # The backward pass multiplies twice: for the inputs' gradient and for the weights' own,
@@ -367,7 +368,7 @@ class StepTerms:
         forward = first.times(layers)
         backward = second.times(layers)
 
-        # Recomputation repeats the forward pass's, but for a segment's last sum.
+        # Recomputation repeats what the forward pass sends, but for the last sum of a segment.
         again, segments = traffic.recomputed(self.config, layers)
         if again:
             redone = first.times(again)
@@ -393,7 +394,7 @@ class StepTerms:
         return Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2))
 
     def exchanges(self) -> tuple[float, float]:
-        """Return a layer's collectives forward and backward, by the time they take of the host."""
+        """Return the host's launches for a layer's communication, forward and backward."""
         others = 0.0
         if self.cp > 1:
             others += CONTEXT_LAUNCHES
@@ -457,7 +458,7 @@ class StepTerms:
         return Step(forward + first, backward + second)
 
     def embedding(self, backward: bool) -> Work:
-
+        """Return the work of the embedding in one direction."""
         size = self.rows * self.hidden * self.low
         passes = self.a_pass(5 * size if backward else 3 * size, 3)
         host = self.launching({"torch": 8})
@@ -519,7 +520,7 @@ class StepTerms:
         # The host.
         between = profile.seconds["step"]
         prepare = profile.seconds["prepare"]
-        # the device waits while the host prepares the next step
+        # Where no step is submitted ahead, the device waits while the host prepares one.
         if not inflight_rule.runs_ahead(config):
             between = between + prepare
             prepare = 0.0

@@ -99,7 +99,7 @@ def tensor_messages(config: TrainConfig) -> tuple[int, int]:
 
 
 def overlaps_matmuls(config: TrainConfig, ranks_within: int) -> bool:
-    """Whether products run while rows are copied, as parallel/overlap.py decides.
+    """Return whether products run while rows are copied, as parallel/overlap.py decides.
 
     `ranks_within`: how many ranks can map each other's memory.
     """
@@ -157,9 +157,9 @@ def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
     sent = {
         0: 2 * gradients,
         1: gradients + gathered,
-        # every micro-batch's gradients are scattered at once
+        # The gradients of every micro-batch are scattered right after it.
         2: count * gradients + gathered,
-        # and weights are gathered for each pass, forward and backward
+        # Weights are gathered for each pass as well, forward and backward.
         3: count * (gradients + 2 * gathered),
     }[config.parallel.zero_stage]
     return sent, 2 * (copies - 1) / copies * full * parameters / n

@@ -34,10 +34,9 @@ from meshwright.data.text.records import (
 )
 from meshwright.data.text.splitting import cut_document
 
-HELD_OUT = 0.05  # share of the bytes, and the most of them
-# share of the bytes in files passed over for their encoding, above which nothing is learnt
-MOST_UNDECODED = 0.1
-MOST_HELD_OUT = 200_000
+HELD_OUT = 0.05  # share of the bytes that is held out
+MOST_HELD_OUT = 200_000  # bytes that are held out at most
+MOST_UNDECODED = 0.1  # share of the bytes in other encodings, above which nothing is learnt
 SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
 LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
 BLANK = "without text"  # the kind of a line whose text is white space alone
@@ -125,7 +124,7 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
-        # Two shares: of the pieces, which alone are read, and of the text of those.
+        # Two shares: of the pieces that are read, and of all text that is yielded.
         size = max(self.bytes, 1)
         share = self.limit / size  # of the text that is yielded
         read = max(self.limit, limits.LONGEST) / size  # of the pieces that are read
@@ -262,7 +261,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             for part in cut_document(text, longest):
                 position = fraction(part)
                 size = len(part.encode("utf-8", "replace"))
-                # Which side a part is on, and whether the sample has it, depends on its hash alone.
+                # The part's hash alone says which side it is on, and whether the sample has it.
                 side = int(position < held_out or position == least)
                 line = json.dumps({"text": part}).encode() + b"\n"
                 files[side].write(line)

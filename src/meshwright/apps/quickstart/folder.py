@@ -56,7 +56,7 @@ def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
 
 
 def remove_attempt(folder: Path, mark: str, is_new: bool) -> None:
-    """Remove what a tour wrote that finished no step, and the folder if it was new."""
+    """Remove the files of a tour that finished no step, and the folder if it was new."""
     for name in (*TOUR_FILES, mark, ".lock"):
         remove(folder / name)
     if is_new:
@@ -98,8 +98,8 @@ def clear_folder(folder: Path, name: str) -> None:
 class TourProgress:
     """The finished steps of a tour and their results, in a JSON file of the folder.
 
-    `more_minutes` are those that the tour has now beyond those of the steps that were done, and
-    `changes` says which other settings differ.
+    `more_minutes` are those beyond the minutes of the earlier tour, and `changes` says which other
+    settings differ.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:

@@ -70,8 +70,8 @@ SIZES = [
 class MeasuredSpeed:
     """The result of a trial: how fast this machine trains a model of one size.
 
-    `predict` returns the tokens per second that `meshwright plan` expects of a size, 0 of one
-    without room.
+    `predict` returns the tokens per second that `meshwright plan` expects of a size, 0 if there is
+    no room for it.
     """
 
     trial: Size

@@ -23,7 +23,7 @@ SHOWN_LINES = 20  # of a training's log; all of them say how fast it is
 
 @dataclass(frozen=True)
 class LoggedInterval:
-    """A log line of a training, as far as it says how the training goes on."""
+    """A log line of a training: how far it is, how fast and how good."""
 
     iteration: int
     total: int  # iterations
@@ -102,8 +102,9 @@ def call(
                     child.send_signal(signal.SIGTERM)
                     stop, expected = None, SIGTERM  # a second one would end it immediately
             status = child.wait()
-        # Ctrl-C reaches only this process; the child, in its own group, saves first
         except BaseException:
+            # Ctrl-C reaches only this process. The child, in a group of its own, is told here and
+            # waited for: it saves first.
             child.send_signal(signal.SIGINT)
             try:
                 child.wait()
@@ -120,9 +121,9 @@ def call(
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a command: at most eight threads, which is enough here.
+    """Return the environment of a command: at most eight threads, enough for models of this size.
 
-    The log has the lines that are read here, whatever form the user's environment asks for.
+    Log lines have the form that is read here, whatever the user's environment asks for.
     """
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
     ours = {
@@ -135,7 +136,7 @@ def environment() -> dict[str, str]:
 
 
 class TrainingLines:
-    """Shortens each line of a training's log to what a newcomer wants to see, or to None."""
+    """A function of log lines: the part that a newcomer wants to see, or None."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -37,7 +37,7 @@ class TourRequest:
     minutes: float
     device: str
     overwrite: bool
-    # what decides about the result, to be compared with an earlier tour's
+    # All that decides about the result, to be compared with an earlier tour's.
     settings: dict[str, object]
     showing: Showing = Showing()
 

@@ -47,7 +47,7 @@ def recipe_flags(size: Size, steps: int) -> list[str]:
 
 
 class Tour:
-    """Runs the steps in one folder; each returns what the next ones need."""
+    """The steps in one folder, each a method that returns what the next ones need."""
 
     def __init__(self, folder: Path, log: str, device: str) -> None:
         self.folder, self.log, self.device = folder, folder / log, device
@@ -179,7 +179,7 @@ def prompt_from(held_out: Path) -> str:
     best = ""
     for text in read_texts(TextInputs(input=[str(held_out)])):
         for line in text.splitlines():
-            # no value begins with a hyphen
+            # As the value of --prompt, a text must not begin with a hyphen.
             best = max(best, line.lstrip("-*#> \t").rstrip(), key=len)
             if len(best) >= PROMPT:
                 # Up to the end of a word, unless that would leave little.

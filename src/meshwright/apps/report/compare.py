@@ -232,7 +232,7 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
         relative[i] = abs(gaps[i] / loss) if is_share else abs(gaps[i])
         if first is None and loss.hex() != after[i].hex():
             first = i
-    # Where the runs end, and without steps whose loss is not a number.
+    # The mean at the end of the runs, without steps whose loss is not a number.
     last_tenth = list(gaps.values())[-max(1, len(gaps) // 10) :]
     late = [g for g in last_tenth if math.isfinite(g)]
 
@@ -330,7 +330,7 @@ def distance_column(d: dict[str, Any], unit: str) -> dict[str, str]:
         last, loss = list(checks.items())[-1]
         column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
         column["last validation difference"] = f"{loss:+.4g} at {last:,}"
-    # None of the two if the runs were validated on other data.
+    # Neither is known if the runs were validated on other data.
     whose = ("it reaches the first's", "the first reaches its")
     for who, r in zip(whose, d["reached"], strict=False):
         when = "never" if r["after"] is None else f"after {r['after']:,} {unit}"
@@ -364,7 +364,7 @@ def comparison_as_text(comparison: dict[str, Any]) -> list[str]:
 
 
 def turned(rows: list[list[str]]) -> list[list[str]]:
-    """Give each run a line instead of a column where there are many."""
+    """Return the table with a line instead of a column for each run, if there are many."""
     return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > 5 else rows
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PATTERNS = ("*.log", "*.out", "*log*.txt")  # of logs in folders
 LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 MOST_BARS = 100
-# of lines that are read
+# A line with none of these words is not parsed, unless it is a row of a table.
 WORDS_OF_LINES = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")
 WORDS_OF_FAILURES = (b"Traceback (most", b"rror: ", b"core dumped", b"Killed")
 NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
@@ -382,8 +382,8 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
     """Leave out the logs of a run's other machines, and add their memory to the one log with steps.
 
     The logs of machines have one name up to their date. Runs of one name are taken in the order of
-    their dates; logs are left apart if each run has not the same number of them, or another number
-    than the name says. A log that has neither steps nor memory is taken for a machine's only if the
+    their dates. Logs are left apart if the runs do not have equally many, or not as many as the name
+    says. A log that has neither steps nor memory is taken for a machine's only if the
     name says how many there are.
     """
     groups: dict[str, list[Log]] = {}

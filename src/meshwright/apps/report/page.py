@@ -155,8 +155,8 @@ def show_certificate(run_dir: Path) -> list[str]:
         c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
         verdict = "verified" if c["verdict"] == "equal" else "differs"
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
-    # There is none, or another program's file has this name: the page does without it.
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        # There is none, or another program's file has this name: the page does without it.
         return []
     return [f"<p><b>Layout {verdict}</b>: {escape(words)}.</p>"]
 
@@ -205,7 +205,7 @@ def explain_set(
     gap = last.loss - best.loss
     at_last = f"the last, at step {last.iteration:,}, is {last.loss:.4f}"
     words = [f"{lead}; {at_last}, which is {gap:.4f} higher."]
-    # Below one percent the gap is no sign: validations read other samples, unless they read all.
+    # A gap below one percent means nothing where each validation reads other samples.
     if gap < 0.01 * best.loss and not settings.get("full_validation"):
         words.append("The difference is within noise, since each validation reads other samples.")
     else:
@@ -326,7 +326,7 @@ def describe_end(attempt: Attempt, is_last: bool) -> str:
 
 # Plots
 
-# one per data set, and its sign in the legend
+# A line for each data set, with its sign in the legend.
 SET_LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))
 SMALL = (4.8, 2.7)  # inches of all pictures but that of the loss
 
@@ -499,7 +499,7 @@ def columns(
 
 
 def use_log_scale_if_spiky(axes: Axes, steps: Sequence[LoggedStep]) -> None:
-    """On a linear scale, one gradient of fifty times the usual norm would flatten all others."""
+    """Choose a logarithmic scale if one norm is so large that it would flatten all others."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     norms = [s.grad_norm for s in steps if math.isfinite(s.grad_norm)]

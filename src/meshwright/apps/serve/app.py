@@ -120,14 +120,16 @@ class TextServer:
     # Facts
 
     def model_object(self) -> dict[str, Any]:
-        facts = {
+        # OpenAI's fields, vLLM's length, and our own.
+        return {
             "id": self.served.name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "meshwright",
+            "max_model_len": self.served.model.seq_length,
+            "step": self.served.model.step,
+            "has_chat_template": self.served.template is not None,
         }
-        facts |= {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
-        return facts | {"has_chat_template": self.served.template is not None}
 
     async def models(self, request: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [self.model_object()]})
@@ -164,6 +166,7 @@ class Endpoint:
             message = f"the Content-Type is {kind[:50]!r}; send a body of application/json"
             raise Refusal(message, status=415)
         fields = Fields(parse_object(await read_body(receive, limits)))
+        # Whichever comes first: the answer is complete, or its client has left.
         with self.server.scheduler.seat():
             work = asyncio.ensure_future(self.answer(fields, send))
             gone = asyncio.ensure_future(until_gone(receive))
@@ -201,8 +204,8 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
                 if not message.get("more_body"):
                     return b"".join(parts)
     except TimeoutError:
-        message_ = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
-        raise Refusal(message_, status=408) from None
+        late = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
+        raise Refusal(late, status=408) from None
 
 
 async def send_json(send: Send, value: Any) -> None:

@@ -147,7 +147,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
     @contextlib.contextmanager
     def listening() -> Iterator[None]:
-        """Listen before minutes go into loading a model."""
+        """Listen during the block, which begins before minutes go into loading a model."""
         with listen(s.host, s.port) as opened:
             sockets.append(opened)
             yield

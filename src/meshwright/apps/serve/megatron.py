@@ -48,7 +48,9 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     options, decay, floor = read_options(f, length)
     double = f.flag("stop_on_double_eol")
     single = f.flag("stop_on_eol")
-    ends = ("\n\n",) if double else ("\n",) if single else ()
+    ends: tuple[str, ...] = ()
+    if double or single:
+        ends = ("\n\n",) if double else ("\n",)
     pair = None
     if f.flag("prevent_newline_after_colon"):
         pair = openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]

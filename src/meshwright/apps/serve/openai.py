@@ -129,9 +129,12 @@ def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     length = next((n for n in lengths if n is not None), None)
     most = served.model.seq_length
     ends_only = reads_end_only(f)
-    prompt = render(messages, served, length or most if ends_only else None)
+    prompt = render(messages, served, (length or most) if ends_only else None)
     room = max(1, most - len(prompt))
-    length = room if length is None else min(length, room) if ends_only else length
+    if length is None:
+        length = room
+    elif ends_only:  # a long answer ends where the positions do
+        length = min(length, room)
     wants = f.flag("logprobs")
     top = f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
@@ -371,8 +374,8 @@ class ChoiceText:
         self._count = 0
         self._waiting: list[Token] = []
         self.whole = TextPart()
-        self.generated = 0
-        self.sum = 0.0  # of log-probabilities
+        self.generated = 0  # tokens, without those of an echoed prompt
+        self.sum = 0.0  # of their log-probabilities
 
     def push(self, event: Event) -> TextPart:
         """Return what is certain of the text now; nothing after its end."""
@@ -385,12 +388,14 @@ class ChoiceText:
         if not is_end:
             self._note(event)
             text = (self._echoed if event.echoed else self._stream).push(event.token)
+        # The prompt and the text are decoded apart: no character reaches from one into the other.
         if event.echoed and self._count == len(self.request.prompt):
             text += self._echoed.flush()
         if event.finish or self._stream.stopped:
             self.whole.finish = "stop" if self._stream.stopped else event.finish
             text += self._stream.flush()
         self.whole.text += text
+        # Tokens wait until their first character is certain; those of a stop string are dropped.
         keep_all = self.whole.finish and not self._stream.stopped
         certain = [t for t in self._waiting if keep_all or t.offset < len(self.whole.text)]
         self._waiting = self._waiting[len(certain) :]
@@ -421,10 +426,15 @@ def spell(tokenizer: Tokenizer, token: int) -> str:
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
     tops: list[dict[str, float] | None] = []
     for t in tokens:
+        # The first token of an echoed prompt follows nothing, so it has no probability.
+        if t.logprob is None:
+            tops.append(None)
+            continue
+        # The chosen token is added where it is not among the likeliest.
         top: dict[str, float] = {}
-        for token, logprob in [*t.top, (t.id, t.logprob)] if t.logprob is not None else []:
+        for token, logprob in [*t.top, (t.id, t.logprob)]:
             top.setdefault(spell(tokenizer, token), logprob)
-        tops.append(top if t.logprob is not None else None)
+        tops.append(top)
     return {
         "tokens": [spell(tokenizer, t.id) for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],

@@ -86,6 +86,7 @@ class Scheduler:
         self._seconds = 1.0  # of a request, a moving mean
         self._turns: deque[QueuedRequest] = deque()
         self._rows: dict[int, tuple[QueuedRequest, int]] = {}
+        # Other threads change no state of the decoder's: they leave commands for it here.
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
         self._changed = threading.Condition()
@@ -122,7 +123,9 @@ class Scheduler:
         if self.broken is not None:
             raise ModelFailed(f"the decoder failed: {self.broken}")
         if self.seats >= self.slots + self.queue:
-            raise QueueFull(max(1, min(60, round(self._seconds * (1 + self.queue / self.slots)))))
+            # The mean time of a request: for those at work, and for each round of those waiting.
+            rounds = 1 + self.queue / self.slots
+            raise QueueFull(max(1, min(60, round(self._seconds * rounds))))
         self.seats += 1
         began = time.monotonic()
         try:
@@ -147,6 +150,7 @@ class Scheduler:
         return await done
 
     def _tell(self, command: Callable[[], None]) -> None:
+        """Let the thread run a command between its steps; once it has failed, run it here."""
         with self._changed:
             self._inbox.append(command)
             self._changed.notify()
@@ -182,7 +186,7 @@ class Scheduler:
         """Advance all texts by a token; bad logits and a lack of memory end them all."""
         try:
             events = self.decoder.step()
-        except (UserError, MemoryError, RuntimeError) as error:
+        except (UserError, RuntimeError) as error:
             if not isinstance(error, UserError) and not devices.is_out_of_memory(error):
                 raise
             for job in self._jobs():
@@ -228,6 +232,7 @@ class Scheduler:
         self._loop.call_soon_threadsafe(settle)
 
     def _drop(self, job: QueuedRequest) -> None:
+        """Cancel what is waiting or at work of a request."""
         with contextlib.suppress(ValueError):
             self._turns.remove(job)
         job.pending.clear()

@@ -176,7 +176,7 @@ def _normal(name: str, text: str, where: str) -> str:
 
 
 def _text_of(number: float) -> str:
-    """Return a number as short as it can be said exactly."""
+    """Return the shortest text that states a number exactly."""
     text = f"{number:.12g}"
     return text if float(text) == number else repr(number)
 
@@ -211,11 +211,11 @@ def name_of_point(point: Mapping[str, str]) -> str:
 
 
 def require_flags(point: Mapping[str, str], where: str) -> None:
-    """Refuse a recorded point that names what is no flag of train."""
+    """Refuse a recorded point with a name that is no flag of train."""
     for name in point:
         _field_of(name, where)
 
 
 def is_logarithmic(values: Sequence[float]) -> bool:
-    """Whether an axis of these values is drawn with a logarithmic scale."""
+    """Return whether an axis of these values is drawn with a logarithmic scale."""
     return len(values) > 1 and min(values) > 0 and max(values) / min(values) >= 4

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
 OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
-MOST_STEPS = 1 << 53  # that are exact as a float; a log of someone else may say more
-MOST_LISTED = 10  # runs that are refused
+MOST_STEPS = 1 << 53  # the most that a float states exactly; a strange log may say more
+MOST_LISTED = 10  # refused runs that are named
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
 
@@ -83,7 +83,7 @@ class SweepPlan:
 
     def read_settings(self, name: str, point: Mapping[str, str]) -> TrainConfig:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
-        # no checkpoint gives an architecture yet
+        # The flags alone are checked, without the architecture of a checkpoint.
         words = [*self.flags_of(name, point), "--load=none"]
         if self.ranks > 1:
             words.append(f"--world-size={self.ranks}")

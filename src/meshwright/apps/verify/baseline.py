@@ -39,9 +39,11 @@ SMALL_BATCH = 32
 
 @dataclass(frozen=True)
 class Baseline:
+    """The small run to compare in, and the parts of the real one that it leaves out."""
+
     config: TrainConfig  # in float64
-    in_own_precision: TrainConfig | None  # the same; none if that is float64
-    left_out: list[str]  # what a comparison of baselines says nothing about
+    in_own_precision: TrainConfig | None  # the same in the run's; None if that is float64
+    left_out: list[str]  # parts of the run about which the comparison says nothing
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def alone(config: TrainConfig) -> TrainConfig:
 
 
 def is_small(c: TrainConfig) -> bool:
-    """Whether a run's model needs no reduction."""
+    """Return whether a run's model needs no reduction."""
     for name, most in SMALL.items():
         size = getattr(c.model, name)
         if not size or size > most:
@@ -174,7 +176,7 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
     m = c.model
     layers, parallel = shrink_stages(c)
 
-    # As few heads as all ranks can share, of which as many share a key as in the run, or two.
+    # As few heads as all ranks can share. If several share a key in the run, two do.
     tp = c.parallel.tensor_model_parallel_size
     unit = tp * c.parallel.context_parallel_size
     heads = m.num_attention_heads or 1
@@ -241,7 +243,7 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     if c.data.mock_data and size and size <= SMALL_VOCABULARY:
         return TokenizerFlags(vocab_size=size), m
     unit = 8 * c.parallel.tensor_model_parallel_size
-    # Rows for all ranks alike; three of them are padding, as a real vocabulary has.
+    # All ranks have equally many rows. The last three are padding, as a real vocabulary has some.
     rows = unit * -(-40 // unit)
     padded = rows if m.pad_vocab_size_to else None
     m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=padded)
@@ -276,7 +278,7 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
         eval_iters=1,
         train_iters=None if ramp else 10**4,
         train_samples=SAMPLES if ramp else None,
-        # Their interpreter computes float64, on a CPU.
+        # Triton's interpreter, which a CPU needs for the kernels, computes float64 too.
         fused_kernels="on" if t.fused_kernels == "on" and not on_accelerator else "off",
         compile="off",
         cuda_graphs="off",

@@ -61,7 +61,7 @@ def certificate(
     p, device = config.parallel, setup.device
     settings = flags.to_dict(config)
     defaults = flags.to_dict(TrainConfig())
-    # What a reader would have to type to compare again.
+    # The settings that a reader would have to give to compare again.
     given = {name: value for name, value in settings.items() if value != defaults[name]}
     versions = {
         "meshwright": our_version(),

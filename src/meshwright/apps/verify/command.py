@@ -80,7 +80,7 @@ def ranks_wanted(c: TrainConfig) -> int:
 
 
 def missing(c: TrainConfig, ranks: int) -> list[str]:
-    """Return flags for what a training needs and nothing names, small and divisible."""
+    """Return flags for all that a training needs and nothing names, with small, divisible sizes."""
     m = c.model
     p = c.parallel
     t = c.training
@@ -99,7 +99,7 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
         values["num-attention-heads"] = heads
     if not c.data.seq_length:
         values["seq-length"] = 16 * unit
-    # Context parallelism has no dropout of attention; a default is no wish.
+    # Context parallelism has no dropout of attention. Where it is a default, nobody asked for it.
     if cp > 1 and m.attention_dropout == Model().attention_dropout:
         values["attention-dropout"] = 0
 
@@ -116,7 +116,7 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
 
     if c.data.packing == "stream":
         return [*words, "--mock-data"]
-    # Random tokens cannot be packed, and nobody reads the files.
+    # Random tokens cannot be packed, so the run needs a path, which nobody reads.
     return words if data_paths.path_settings(c.data) else [*words, "--data-path=unread"]
 
 

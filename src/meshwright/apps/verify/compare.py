@@ -3,7 +3,7 @@
 Rank 0 first trains alone and keeps what each step made. All ranks then train in the layout; after
 each step rank 0 sends them the whole tensors of its own run, and every rank compares the parts that
 it holds, copies too, so that a difference names its rank. Then the state is saved, loaded by the
-layout and by one process, and both go on. That is in float64.
+layout and by one process, and both go on. All this is in float64.
 
 In the run's own precision both train once more. There one process takes its steps with the
 gradients that the layout has summed, so that only these are as far apart as sums in 16 bits are;
@@ -49,7 +49,8 @@ from meshwright.training.small_run import COLUMNS, RankSetup, RecordingFeed, Ste
 
 # The largest relative difference of equal runs: in a lower precision, sums are rounded differently.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
-# The same of what is made of equal gradients in float32. Muon multiplies in 16 bits.
+# The largest difference of float32 masters and moments that are made of equal gradients; Muon's are
+# larger, since it multiplies in 16 bits.
 UPDATED, ORTHOGONALISED = 1e-5, 1e-3
 # Differences are relative to the largest element of a tensor, or to this part of the largest of all
 # tensors: some gradients are 0 but for rounding, such as that of a bias of keys, and rounding is
@@ -420,7 +421,7 @@ class Recorder:
             scale = max(sizes[name], floor * largest[kind_of(name)])
             if scale:
                 self.note(what, name, step, far / scale)
-            else:  # all that is wanted is 0
+            else:  # every wanted element is 0
                 self.note_equal(what, name, step, far == 0)
 
 
@@ -468,8 +469,9 @@ class _Comparing:
         self.team = setup.team
         self.seen = Recorder(config, setup.device)
         self.is_repeatable = setup.device.type == "cpu"
-        self.one: list[RecordedStep] = []  # rank 0: of one process
-        self.drawn: TensorBoxes = {}  # rank 0: its initial weights
+        # Rank 0 alone fills these: one process's steps, its first weights, its validation loss.
+        self.one: list[RecordedStep] = []
+        self.drawn: TensorBoxes = {}
         self.validation = 0.0
         self.has_trained_alone = False
 
@@ -542,7 +544,7 @@ class _Comparing:
         want = self.team.run_on_rank_0(lambda: self.validation)
         loss = run.trainer.validation.validate("valid", is_at_end=True)
         self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
-        # What was saved, to compare it with what is loaded; one step more for those that resume.
+        # The resumed runs are compared with the saved state, and with the step after it.
         saved = made.state
         counters = run.counters()
         if self.folder:
@@ -580,7 +582,7 @@ class _Comparing:
 
         All differences count as those of `stage` if one is given.
         """
-        # Rank 0 knows the run in one process. What the others need of it is sent, a part at a time.
+        # Rank 0 knows the run in one process. It sends the others one kind of value at a time.
         one = self.one[step - 1] if self.team.is_rank_0 else NOTHING
 
         # The numbers of the log, the samples and dropout's draws.
@@ -624,7 +626,7 @@ class _Comparing:
         want = want.to(torch.int32)
         drawn_by = torch.isin(want, mine).to(torch.int32)
         self.team.sum(drawn_by)
-        # None draws from another position, and each position is some rank's.
+        # Equal if no rank draws from another position, and each position is some rank's.
         is_equal = bool(torch.isin(mine, want).all() and drawn_by.all())
         self.seen.note_equal(what, "seed, sample and position", step, is_equal)
 
@@ -728,7 +730,7 @@ class _ComparingUpdates(_Comparing):
     """One comparison in the run's own precision: one process takes the layout's gradients."""
 
     def run(self) -> None:
-        # Whether one process can train it at all, so that a failure below is the layout's.
+        # Find out whether one process can train it at all: a failure below is then the layout's.
         self.team.run_on_rank_0(lambda: self.train_alone(1))
         self.has_trained_alone = True
         self.one.clear()

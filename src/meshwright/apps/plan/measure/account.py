@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class StepObserver:
-    """What is told of each operation with the section that it runs in; this one forgets it."""
+    """A listener that is told of each operation and its section; this one forgets them."""
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
         """Note an operation of torch's, such as `torch.ops.aten.mm.default`."""
@@ -98,7 +98,7 @@ class StepObserver:
 class StepRecord(NamedTuple):
     """What was allocated and freed, in order, and where each section begins."""
 
-    # each with the number of the event that allocates its memory as the key
+    # The key of an event is the number of the event that allocates its memory.
     events: list[MemoryEvent]
     marks: list[tuple[int, Section]]  # each section, with the number of its first event
 
@@ -114,7 +114,7 @@ class Held:
 
 
 class Account(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made on the meta device in the block."""
+    """A count of the bytes of all tensors that are made on the meta device within its block."""
 
     def __init__(self, recorder: StepObserver | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class Account(TorchDispatchMode):
         self.marks = [(0, SETUP)]
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; most others are activations
         self.held: Any = WeakIdKeyDictionary()  # by storage
-        # number and kind, as they are met
+        # Of each stream: its number, in the order of their first use, and what is allocated there.
         self.streams = {torch.cpu.current_stream(): (0, "activations")}
 
     @classmethod
@@ -199,10 +199,10 @@ class Account(TorchDispatchMode):
 
 
 class Observer:
-    """Tells an account in which section of its steps a network is.
+    """Hooks that tell an account which section of its steps a network is in.
 
-    It hooks into modules, into the nodes of autograd's graph and around methods of the network's
-    parts, and holds on to no tensor.
+    They are in modules, in the nodes of autograd's graph and around methods of the network's parts,
+    and hold on to no tensor.
     """
 
     def __init__(self, account: Account, net: Network) -> None:

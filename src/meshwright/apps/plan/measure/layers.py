@@ -19,8 +19,8 @@ from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.config.schema import TrainConfig
 
 LONGEST_PERIOD = 8  # layers after which a pattern of them may repeat
-# layers to which a gradient or gathered weights are passed on; memory that lives longer has a fixed
-# end
+# How many layers later a gradient or gathered weights may be freed. Memory that lives longer is
+# freed at one place, whatever layer it is of.
 NEAR = 2
 
 
@@ -40,8 +40,7 @@ def choose_units(config: TrainConfig, stage: range, least: int) -> list[Unit]:
     units = list[Unit]()
     at = 0
     while at < len(groups):
-        # Layers may alternate, for example between windows and full attention, so a unit is a
-        # period.
+        # Layers may alternate, for example windows and full attention, so a unit is a period.
         period, count = longest_repeat(kinds[at:])
         if count <= least:
             units.append(Unit(tuple(groups[at][0]), 1, kinds[at]))
@@ -123,7 +122,7 @@ def extend(record: StepRecord, units: Sequence[Sequence[Unit]]) -> list[Placed]:
 
 
 class Extension:
-    """The measurement of some units, in which copies of them are placed."""
+    """The measurement of some units, into which their copies are placed."""
 
     def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
         self.events, self.units = record.events, units

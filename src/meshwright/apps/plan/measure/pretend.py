@@ -44,7 +44,7 @@ PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 SHARDING = _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
 FUSED_DEVICES = "_get_fused_kernels_supported_devices"  # torch's function for fused optimizers
 COLLECTIVES = ("all_reduce", "all_to_all_single", "broadcast", "send", "recv", "isend")
-# `with META` keeps a list of torch's functions, as they are before any is replaced
+# `with META` keeps a list of torch's functions; it is made here, before any of them is replaced.
 _device._device_constructors()
 
 
@@ -315,7 +315,7 @@ def attend(
 def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
+    """Attend by the steps of aten::_scaled_dot_product_attention_math on a GPU."""
     heads = q.shape[1]
     tokens = q.shape[2]
     scale = q.shape[3] ** -0.25
@@ -326,7 +326,7 @@ def attend_by_scores(
         mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1) * scale).add_(mask)
-    # softmax, and which rows are masked
+    # A softmax, and which rows are masked, are there for a moment.
     unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     del unsafe

@@ -1,4 +1,4 @@
-"""Counts what a measured step executes: torch's operations, Triton's kernels, collectives.
+"""Count what a measured step executes: torch's operations, Triton's kernels, collectives.
 
 An operation of torch touches the tensors that it takes and makes; a view touches nothing. What a
 Triton kernel reads and writes is read from its source: the parameters whose addresses reach
@@ -65,7 +65,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class OperationRecorder(StepObserver):
-    """Counts the operations of the last step that it sees, by section."""
+    """A count of the operations of the last step that it is told of, by section."""
 
     def __init__(self) -> None:
         self.sections: dict[Section, Counter[TracedOperation]] = defaultdict(Counter)
@@ -115,9 +115,9 @@ class OperationRecorder(StepObserver):
 
 
 def node_of_backward() -> object:
-    """Return what tells the running node of the backward pass from others, but not the node.
+    """Return a key of the running node of the backward pass; None in other passes.
 
-    That would keep the memory that it has saved.
+    To keep the node itself would keep the memory that it has saved.
     """
     if not is_backward():
         return None
@@ -133,7 +133,7 @@ def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> TracedOperation
     name = func._schema.name.removeprefix("aten::")
     if func.namespace == "c10d":
         return TracedOperation("host", name, "collective")
-    # copies around collectives and beside products, which are counted with the former
+    # The copies of fully_shard count with the collectives around which they run.
     if func.namespace == "fsdp":
         return TracedOperation("host", name, "torch")
     taken = tensors_in((args, kwargs))
@@ -208,7 +208,7 @@ def bytes_of(
     for x in (*taken, *made):
         if id(x) not in changed_ids:
             moved += size_of(x)
-    # what is changed in place is read too
+    # A tensor that is changed in place is read too.
     times = 1 if name in OVERWRITES or "out" in kwargs else 2
     return float(moved + times * sum(map(size_of, changed)))
 
@@ -254,7 +254,7 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
         if parameter == "total" and isinstance(ids, Tensor):
             touched = min(touched, ids.numel() * size_of(value[0]))
         moved += touched * ((parameter in reads) + (parameter in writes))
-        # What lies at the addresses in it.
+        # A table of addresses: the memory at each of them is touched.
         pointed = f"*{parameter}"
         if times := (pointed in reads) + (pointed in writes):
             moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES
@@ -291,7 +291,7 @@ def accesses(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class AddressReader(ast.NodeVisitor):
-    """Follows the addresses of a kernel's parameters through its variables."""
+    """A visitor that follows the addresses of a kernel's parameters through its variables."""
 
     def __init__(self, kernel: Any) -> None:
         self.names = kernel.fn.__globals__

@@ -42,7 +42,7 @@ from meshwright.training.parameters import (
     stage_numbers,
 )
 
-# layers that are measured of those alike; fully_shard gathers one further ahead
+# How many layers of one kind are measured; with fully_shard, which gathers one ahead, one more.
 LEAST, LEAST_SHARDED = 5, 6
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
 
@@ -160,7 +160,7 @@ def whole_steps(
 
 
 def steps_to_measure(config: TrainConfig) -> int:
-    """Return the number of the first step that is as all later ones; with fp8 one makes casts."""
+    """Return the number of the first step that is like all later ones; fp8's first makes casts."""
     return 2 if config.precision.fp8_format else 1
 
 
@@ -228,7 +228,7 @@ def update_of(
 def update_growth(
     config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]
 ) -> float:
-    """Return how many times as many parameters a rank has as were measured."""
+    """Return a rank's parameters as a multiple of those that were measured."""
     repeated = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
     held = parameters_of_ranks(config, padded)[pipeline_rank]
     shapes = shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size)
@@ -290,7 +290,7 @@ class PassMemory(NamedTuple):
     rest: int
 
 
-# number of a kind of stage, whether the micro-batch is the first, and the action
+# The number of a kind of stage, whether the micro-batch is the first, and the action.
 Pass = tuple[int, bool, Op]
 
 
@@ -448,7 +448,7 @@ MEASURED_PASSES: dict[object, StagePasses] = {}
 
 
 def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
-    """Return all settings that what a pass allocates may depend on."""
+    """Return all settings on which the memory of a pass may depend."""
     d = config.data
     few_or_one = min(config.micro_batches(config.global_batch), 2)
     return (
@@ -473,7 +473,7 @@ def split_passes(
     ends_in = {each.event.key: each.span.section for each in placed if each.event.size < 0}
     begin = list[MemoryEvent]()
     events = defaultdict[Pass, list[MemoryEvent]](list)
-    # Freed by the same micro-batch; by a later backward pass; at the end of the pass.
+    # Memory that the same micro-batch frees, a later backward pass, or the end of the pass.
     own = set[int]()
     carried = set[int]()
     at_end = defaultdict[Pass, list[MemoryEvent]](list)
@@ -507,7 +507,7 @@ def split_passes(
                 at_end[at].append(freed(event))
         elif end.phase == "end" and op != "F":
             at_end[at].append(freed(event))
-            # a gradient that is kept until it has arrived
+            # The gradient of the stage's input is kept until it has arrived.
             if section.micro_batch > 0 and section.chunk in senders:
                 messages[number] += event.size
 

@@ -12,7 +12,7 @@ from meshwright.training.parameters import parameters_of_ranks, stage_numbers
 
 
 def is_measurable(config: TrainConfig) -> bool:
-    """Whether a step's operations are known: nothing is compiled, the host updates nothing."""
+    """Return whether a step's operations are known: nothing is compiled or updated by the host."""
     block = block_kind(config.training, config.model, config.precision, NVIDIA)
     compiles_attention = config.model.windowed_layers or config.data.document_effects[2]
     is_compiled = bool(compiles_attention) or (
