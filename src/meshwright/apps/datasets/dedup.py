@@ -327,6 +327,7 @@ def choose_removed(
     for begin, end in pairwise([*begins.tolist(), len(sharing)]):
         i = int(sharing[begin])
         own_buckets = buckets[begin:end].tolist()
+        # The first kept document, by its number, that is similar decides.
         candidates = {j for bucket in own_buckets for j in kept_of[bucket]}
         for other in sorted(candidates):
             index = jaccard(pieces(i), pieces(other))

@@ -51,6 +51,7 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool 
         raise bad_data(
             f"{folder} is not a folder; --json-path must name the one that holds the files"
         )
+    # The output of an earlier merge may lie among the files.
     own = target.resolve()
     paths = sorted(
         p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own

@@ -382,9 +382,9 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
     """Leave out the logs of a run's other machines, and add their memory to the one log with steps.
 
     The logs of machines have one name up to their date. Runs of one name are taken in the order of
-    their dates. Logs are left apart if the runs do not have equally many, or not as many as the name
-    says. A log that has neither steps nor memory is taken for a machine's only if the
-    name says how many there are.
+    their dates. Logs are left apart if the runs do not have equally many of them, or not as many as
+    the name says. A log that has neither steps nor memory is taken for a machine's only if the name
+    says how many there are.
     """
     groups: dict[str, list[Log]] = {}
     for log in logs:

@@ -83,6 +83,7 @@ class TextServer:
     async def generate(
         self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send
     ) -> None:
+        # A long prompt takes a while to encode, in which others are answered.
         call = await asyncio.to_thread(read, f, self.served)
         job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens

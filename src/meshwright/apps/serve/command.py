@@ -121,6 +121,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
         raise SettingsError(
             f"{{api_key_file={s.api_key_file}}} must hold a key of at least {SHORTEST_KEY} letters and digits"
         )
+    # A missing package is found before minutes go into loading a model.
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

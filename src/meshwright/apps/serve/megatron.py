@@ -74,6 +74,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
                 f"this model reads {served.model.seq_length} tokens, but a prompt has {both}",
                 "prompts",
             )
+    # Without a seed, each call draws one of its own.
     seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
     first = Request(
@@ -155,6 +156,7 @@ async def answer_megatron(
         if call.logprobs
         else None
     )
+    # An echoed prompt is among the tokens of its text already.
     rows = [
         [*([] if r.echo else r.prompt), *(e.token for e in t)]
         for r, t in zip(call.requests, texts, strict=True)

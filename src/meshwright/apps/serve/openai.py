@@ -112,10 +112,11 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
         raise Refusal(
             f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of"
         )
+    # Each prompt keeps the end that leaves room for its text.
     if reads_end_only(f):
         prompts = [prompt[-max(1, served.model.seq_length - length) :] for prompt in prompts]
     requests = read_texts(f, served, prompts, best_of, length, ())
-    # The best are those whose tokens are likeliest.
+    # The best texts are those whose tokens are likeliest, which must be known to choose them.
     wanted = 0 if logprobs is None and best_of > n else logprobs
     requests = [dataclasses.replace(r, logprobs=wanted, echo=echo) for r in requests]
     return OpenAICall("text_completion", requests, n, best_of, logprobs, stream, usage)
@@ -123,6 +124,7 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
 
 def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     messages = read_messages(f.take("messages"))
+    # The newer name of the length wins over the older one.
     lengths = [
         f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
     ]
@@ -181,6 +183,7 @@ def read_texts(
         f.only(name, neutral, why)
     for name in IDENTIFIERS:
         f.take(name)
+    # All known fields have been taken: any that is left might change the text.
     f.refuse_rest()
     if len(prompts) * copies > MOST_TEXTS:
         raise Refusal(
@@ -193,6 +196,7 @@ def read_texts(
             both = f"{len(prompt)} in the prompt and {length} in the completion"
             message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
             raise Refusal(message, "prompt", "context_length_exceeded")
+    # A row for each text, which draws random numbers of its own, by its place in the request.
     rows = [prompt for prompt in prompts for _ in range(copies)]
     first = Request(
         [], options, seed % 2**63, stop=stop, presence_penalty=presence, frequency_penalty=frequency
@@ -207,6 +211,7 @@ def read_options(f: Fields, length: int) -> Sampling:
     """Return the flags of sampling; OpenAI's `top_p` of 1 is all tokens, and 0 the likeliest."""
     temperature = f.number("temperature", 1.0, 0, 100)
     top_p = f.number("top_p", 1.0, 0, 1)
+    # Our 0 takes all tokens, as OpenAI's 1; a tiny share leaves the likeliest alone.
     return Sampling(
         temperature,
         top_k=max(0, f.integer("top_k", 0, -1, 2**31 - 1)),  # -1: all, as in vLLM
@@ -258,7 +263,7 @@ def encode_prompt_field(given: Any, served: ServedModel) -> list[list[int]]:
                 "prompt must be a string, a list of strings, or token ids in one or two lists",
                 "prompt",
             )
-        out.append(ids or [tokenizer.eod])
+        out.append(ids or [tokenizer.eod])  # an empty prompt begins a document
     return out
 
 
@@ -289,6 +294,7 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise Refusal(f"{where} must have a role: {', '.join(ROLES)}", "messages")
+        # A field that is null asks for nothing.
         more = {
             key
             for key, value in message.items()
@@ -299,6 +305,7 @@ def read_messages(given: Any) -> list[dict[str, str]]:
                 f"{where} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out",
                 where,
             )
+        # The content is a text, or a list of parts, of which only those of text can be read.
         content = message.get("content")
         if isinstance(content, list):
             is_text = [
@@ -331,6 +338,7 @@ def render(
     tokenizer = served.model.tokenizer
     template = served.template
     require_size(served, sum(len(m["content"]) for m in messages))
+    # What the system says begins the dialogue, whichever turns are left out.
     system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
     turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
     dialogue = Dialogue(tokenizer, template, served.model.seq_length, system, turns)
@@ -511,6 +519,7 @@ async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest)
         texts[row].push(event)
     choices: list[dict[str, Any]] = []
     for first in range(0, len(texts), call.best_of):
+        # Of each prompt's texts the best n, or all in their order.
         rows: list[int] = list(range(first, first + call.best_of))
         if call.best_of > call.n:
             rows.sort(key=lambda row: -texts[row].mean)
@@ -530,6 +539,7 @@ async def stream_call(
     begun = set[int]()
     extra = {"usage": None} if call.usage else {}
     async for row, event in job.events():
+        # A token that ends no character, or may begin a stop string, says nothing yet.
         piece = texts[row].push(event)
         if not (piece.text or piece.tokens or piece.finish):
             continue

@@ -162,6 +162,7 @@ class Scheduler:
     def _work(self) -> None:
         try:
             devices.set_current(self.device)
+            # A round: commands, new texts, a step of one search, a token of each text.
             while self._wait():
                 while self._inbox:
                     self._inbox.popleft()()
@@ -193,6 +194,7 @@ class Scheduler:
                 self._drop(job)
                 self._loop.call_soon_threadsafe(job.arrived.put_nowait, ModelFailed(str(error)))
             return
+        # One call into the event loop brings the tokens of all texts.
         batch = []
         for event in events:
             job, number = self._rows[event.id]
@@ -253,6 +255,7 @@ class Scheduler:
                 continue
             job.active.add(row)
             self._rows[row] = job, number
+            # The others come before the next text of this request.
             if job.pending:
                 self._turns.append(job)
 

@@ -231,6 +231,7 @@ def measure(
     """Train a model of each size for so many steps and return what was measured."""
     growth = Growth(axis, sizes)
     for size in sizes:
+        # The same batch before and after each step, so that only the weights change activations.
         with console.only_warnings():
             trainer = start_trainer(at_size(config, axis, size), device)
             batch, *_ = trainer.feed.read_again(0)

@@ -106,6 +106,7 @@ def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
 
 
 def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
+    # A range, the values of one flag, or those of several flags that change together.
     names = tuple(_field_of(name, where) for name in flags.split(":"))
     if len(names) == len(values) == 1 and ".." in values[0] and _kind(names[0]) in (int, float):
         return Axis(names, ends=_ends(values[0], where))

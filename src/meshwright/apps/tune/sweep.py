@@ -188,6 +188,7 @@ class Sweep:
         run = self.runs[name]
         child = self.children.pop(name)
         run.read(self.plan.folder)
+        # A signal that ended the process counts as a shell has it: 128 and its number.
         status = child.process.returncode
         status = 128 - status if status < 0 else status
         if status == DONE:

@@ -189,6 +189,7 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     last = int(run.column("iteration")[-1])
     loss, count = run.final_loss()
     peaks = run.column("memory")
+    # The last figures, and medians of recent steps for those that vary.
     out: dict[str, Any] = {
         "step": last,
         "loss": loss,
