@@ -144,7 +144,7 @@ def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
     }
 
 
-# The program.
+# The program
 
 
 def _program() -> Iterator[Fact]:
@@ -192,7 +192,7 @@ def declared_packages() -> dict[str, str]:
     return out
 
 
-# Devices.
+# Devices
 
 
 def _compute() -> Iterator[Fact]:
@@ -364,7 +364,7 @@ def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4
     return count / (time.perf_counter() - begin)
 
 
-# Links between ranks.
+# Links between ranks
 
 
 def examine_links(world: World) -> list[Fact]:
@@ -415,7 +415,7 @@ def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[F
         yield Fact("Links", "slow", text, "problem", {"slow": [[link.a, link.b] for link in slow]})
 
 
-# Packages.
+# Packages
 
 
 def _packages() -> Iterator[Fact]:
@@ -425,15 +425,16 @@ def _packages() -> Iterator[Fact]:
         if version:
             yield Fact("Extras", package, version, values={"version": version})
             continue
-        extra = extras.get(package)
-        root = (
-            ["-e", f"{PROJECT.parent}[{extra}]"] if PROJECT.is_file() else [f"meshwright[{extra}]"]
-        )
-        line = shlex.join([sys.executable, "-m", "pip", "install", *(root if extra else [package])])
+        # A package of an extra comes with it, in a version that is new enough.
+        wanted = [package]
+        if extra := extras.get(package):
+            is_clone = PROJECT.is_file()
+            wanted = ["-e", f"{PROJECT.parent}[{extra}]"] if is_clone else [f"meshwright[{extra}]"]
+        line = shlex.join([sys.executable, "-m", "pip", "install", *wanted])
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
 
 
-# Disks and limits.
+# Disks and limits
 
 
 def _storage() -> Iterator[Fact]:

@@ -69,6 +69,7 @@ class LayoutSizes(NamedTuple):
 
     def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> LayoutSizes:
         """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
+        # By position: a search makes one for each layout, and _replace takes twice as long.
         return LayoutSizes(*self[:6], name, virtual, zero, self.recompute_granularity)
 
 
@@ -472,13 +473,22 @@ def beside(run: Run, layout: LayoutSizes) -> tuple[float, int]:
 
 def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without the settings of passes alone: the key for what a rank holds."""
+    # Only with a given --pipeline-layout do virtual stages change how many layers a rank has.
     name = layout.pipeline_schedule
     virtual = layout.num_layers_per_virtual_pipeline_stage
     if not run.config.parallel.pipeline_layout:
         name, virtual = "1f1b", None
-    tp = layout.tensor_model_parallel_size
-    pp = layout.pipeline_model_parallel_size
-    return LayoutSizes(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
+    return LayoutSizes(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        sequence_parallel=False,
+        context_parallel_size=1,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        fp8_format=layout.fp8_format,
+        micro_batch_size=1,
+        pipeline_schedule=name,
+        num_layers_per_virtual_pipeline_stage=virtual,
+        zero_stage=layout.zero_stage,
+    )
 
 
 def without_stages(layout: LayoutSizes) -> LayoutSizes:

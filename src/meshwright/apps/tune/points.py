@@ -202,7 +202,12 @@ def words_of(point: Mapping[str, str]) -> list[str]:
 
 def name_of_point(point: Mapping[str, str]) -> str:
     """Return the name of a point's folder, which depends on its values alone."""
-    values = ",".join(f"{spelling(name)[2:]}={value}" for name, value in point.items())
+    settings = []
+    for field, value in point.items():
+        flag = spelling(field).removeprefix("--")
+        settings.append(f"{flag}={value}")
+    values = ",".join(settings)
+    # A folder's name is free of slashes, spaces and all that a shell reads.
     name = re.sub(r"[^\w.,+=-]", "-", values)
     if name == values and len(name) <= NAME_LIMIT:
         return name or "run"

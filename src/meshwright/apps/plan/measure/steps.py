@@ -30,7 +30,7 @@ from meshwright.training.parameters import WIDTHS
 from meshwright.training.sizes import rows
 from meshwright.training.step import StepSettings, train_step
 
-SETTINGS = StepSettings(seed=1, lr=1e-3, weight_decay=0.1)  # on tensors without numbers
+SETTINGS = StepSettings(seed=1, lr=1e-3, weight_decay=0.1)  # any do: no tensor has numbers
 
 
 class Extent(NamedTuple):
