@@ -18,7 +18,7 @@ class Interruptions:
     """What a run loses time to, in seconds."""
 
     between: float  # mean time between failures of the whole run
-    stall: float  # while a checkpoint stops training
+    stall: float  # the time that a checkpoint stops training
     restart: float  # from a failure to the first new step, without the steps done again
     written: float = 0.0  # from the end of the stall until the checkpoint can be loaded
 

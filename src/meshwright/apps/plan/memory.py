@@ -34,10 +34,9 @@ from meshwright.training.sizes import held_bytes
 if TYPE_CHECKING:
     from meshwright.training.network import Model
 
-# In bytes.
-GRAPHS = 72 << 20  # that the driver takes for CUDA graphs, measured on an H100
-NCCL = 365 << 20  # that NCCL takes in each of several processes, measured on two H100
-SYMMETRIC_TRIAL = 16 << 20  # that stay from trying out sums by copy engines
+GRAPHS = 72 << 20  # bytes of the driver for CUDA graphs, measured on an H100
+NCCL = 365 << 20  # bytes of NCCL in each of several processes, measured on two H100
+SYMMETRIC_TRIAL = 16 << 20  # bytes of the trial of sums by copy engines
 # Memory that cuBLAS works in, once for the thread of each pass, and that of cuBLASLt.
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
 

@@ -82,7 +82,7 @@ class Prediction:
 
     @cached_property
     def operations(self) -> StepOperations | None:
-        """What a step executes, if that is measured, which compiled blocks cannot be."""
+        """What a step executes, if it is measured; a step of compiled blocks cannot be."""
         if not self.is_measured:
             return None
         return measured_operations(self.config, self.padded, self.machine.profile)

@@ -10,7 +10,7 @@ from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import state_bytes
 from meshwright.training.parameters import parameters_of_ranks
 
-STALL = 1.13  # times the seconds of the copies to the host: a save waits for the step, and starts
+STALL = 1.13  # times the seconds of the copies to the host; a save also waits for the step
 
 
 @dataclass(frozen=True)

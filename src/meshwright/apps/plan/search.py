@@ -269,7 +269,7 @@ class Search:
         self.keep = keep
         self.found = Found()
         self.have = machine.profile.memory_bytes
-        # The layout that lacks the least memory by its estimate, after its bytes.
+        # Bytes and layout of the one that lacks the least memory, by its estimate.
         self.least_lack: tuple[float, LayoutSizes] | None = None
 
     def run(self, config: TrainConfig) -> Found:

@@ -343,7 +343,7 @@ def measure_speed(
 
     def stop(at: LoggedInterval) -> str | None:
         seen.append(at)
-        if len(seen) < 2:  # in the first interval much is done for once
+        if len(seen) < 2:  # the first interval has all that is done once
             return None
         stepping = sum(interval * at.seconds for at in seen[1:])
         if stepping > STEPPING_SECONDS or time.perf_counter() - began > most:
