@@ -169,7 +169,7 @@ def run_to_end(
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         run.wait(GRACE_SECONDS)
                     break
-                # Look often until the first step, whose time counts, then seldom, since it disturbs.
+                # Look often until the first step, whose time counts, then seldom: a look disturbs.
                 time.sleep(0.02 if first is None else 0.2)
         finally:
             if run.poll() is None:

@@ -127,7 +127,7 @@ def oneflow_line(text: str) -> LogLine | None:
     """Read a row `| step | micro_batches | samples | throughput | latency | loss |`, or `step=`."""
     text = text.strip()
     cells = [cell.strip() for cell in text.strip("|").split("|")]
-    if text.startswith("|") and len(cells) == 6 and cells[0].isdigit():
+    if text.startswith("|") and len(cells) == 6 and cells[0].isdecimal():
         return LogLine(int(cells[0]), _number(cells[3]), _number(cells[5]))
 
     step = re.search(r"\bstep=(\d+),", text)
@@ -525,7 +525,7 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
 
 def natural_order(row: LogRow) -> list[int | str]:
     """Return what sorts configurations by the numbers in them: mb2 before mb16."""
-    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)]
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", row.config)]
 
 
 def draw_logs(rows: Sequence[LogRow]) -> Figure:
