@@ -215,6 +215,16 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
             USAGE,
             "--num-seeds 100 is not a multiple of --num-bands 30",
         ),
+        (
+            ["a.jsonl", "--output-file", "out", "--removed-file", "./out"],
+            USAGE,
+            "out would hold what is kept and what is removed",
+        ),
+        (
+            ["a.jsonl", "--output-file", "out", "--seed", str(1 << 64)],
+            USAGE,
+            "is too large; give a number below 2^31",
+        ),
     ],
 )
 def test_mistakes(

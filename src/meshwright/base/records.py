@@ -23,6 +23,11 @@ def json_ready(value: Any, substitute: Callable[[float], str | None] = str) -> A
     return value
 
 
+def or_dash(value: float | None, form: str) -> str:
+    """Return a cell of a table: a number in this format, or a dash for none."""
+    return "-" if value is None else format(value, form)
+
+
 def align_columns(rows: Sequence[Sequence[str]], to_the_right: bool = False) -> list[str]:
     """Return lines whose columns are as wide as their widest cell.
 

@@ -100,7 +100,8 @@ class InspectConfig(TrainConfig):
     inspection: Inspection = Inspection()
 
     def problems(self) -> list[Problem]:
-        i, out = self.inspection, []
+        i = self.inspection
+        out = []
         if not i.prefix and i.sample is None:
             text = "a prefix of .bin/.idx is needed: meshwright data inspect PREFIX"
             out.append(Problem(("prefix",), text, "missing"))
@@ -312,7 +313,9 @@ def merge_command(config: MergeConfig, dry: bool) -> None:
     from meshwright.base.progress import Clock
     from meshwright.data.files import merge as work
 
-    m, clock, world = config.merging, Clock(), find_world(os.environ)
+    m = config.merging
+    clock = Clock()
+    world = find_world(os.environ)
     assert m.output_prefix
     if world.rank:
         return

@@ -47,7 +47,8 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> R
     is_megatrons = (
         t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
     )
-    batch, most = c.training.micro_batch_size or 8, c.sampling.out_seq_length
+    batch = c.training.micro_batch_size or 8
+    most = c.sampling.out_seq_length
     less = (
         f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {most}), or --bf16,"
     )

@@ -24,7 +24,8 @@ def main(argv: list[str]) -> int:
         return DONE
     from meshwright.data.text.preprocess import preprocess
 
-    shard, ranks = parsed.config.preprocess.shard, find_world(os.environ).size
+    shard = parsed.config.preprocess.shard
+    ranks = find_world(os.environ).size
     if ranks > 1 and shard is None:  # they would write the same files
         raise SettingsError(
             f"started as {ranks} processes, but one does the work, on all cores; start one, "

@@ -78,7 +78,8 @@ def describe_preset(name: str) -> dict[str, Any]:
     settings = PRESETS[name]
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
     config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
-    vocabulary, positions = family_of(name).vocabulary, settings.get("max_position_embeddings", 0)
+    vocabulary = family_of(name).vocabulary
+    positions = settings.get("max_position_embeddings", 0)
     padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
     return {
         "name": name,
@@ -131,7 +132,8 @@ def preset_as_flags(name: str) -> list[str]:
 
 
 def preset_as_toml(name: str) -> str:
-    about, settings = describe_preset(name), PRESETS[name]
+    about = describe_preset(name)
+    settings = PRESETS[name]
     config, _ = flags.build_config(TrainConfig, [(name, settings)])
     stated = [setting for setting, value in settings.items() if value is not None]
     toml = flags.to_toml(config, only=stated).rstrip()

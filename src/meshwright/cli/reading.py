@@ -89,7 +89,8 @@ class ReadingCommand(Generic[C]):
         from meshwright.generation import language_model, ranks
 
         console.set_stream(task.stream)
-        given, folders = flags.given_settings(parsed), task.folders or [c.checkpoint.load or ""]
+        given = flags.given_settings(parsed)
+        folders = task.folders or [c.checkpoint.load or ""]
         if parsed.dry_run:
             for folder in folders:
                 model = language_model.open_checked(folder, given, c.tokenizer)

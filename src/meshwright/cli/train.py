@@ -15,7 +15,8 @@ def main(argv: list[str]) -> int:
 
 
 def command_line(argv: list[str], words: list[str], world: World) -> int:
-    dry, prints = "--dry-run" in argv, "--print-config" in argv
+    dry = "--dry-run" in argv
+    prints = "--print-config" in argv
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
         parsed = flags.parse_settings(
@@ -32,7 +33,8 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
             raise error from None
         print(flags.to_toml(parsed.config, parsed.sources))
         raise
-    config, start = parsed.config, None
+    config = parsed.config
+    start = None
     if config.checkpoint.load:
         from meshwright.training.before.resolve import complete_from_start
 

@@ -24,7 +24,8 @@ from meshwright.config.text_inputs import TextInputs
 if TYPE_CHECKING:
     from meshwright.data.text.inputs import Inputs
 
-FILES, RECORD = ("vocab.json", "merges.txt"), "vocab.origin.json"
+FILES = ("vocab.json", "merges.txt")
+RECORD = "vocab.origin.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ def main(argv: list[str]) -> int:
 
 def recorded_settings(given: TrainTokenizerConfig) -> dict[str, Any]:
     """Return the settings that decide what is learned; records name most of them only if given."""
-    defaults, always = asdict(TextInputs()), ("vocab_size", "json_keys", "document_separator")
+    defaults = asdict(TextInputs())
+    always = ("vocab_size", "json_keys", "document_separator")
     chosen = [
         name for name in defaults if name != "input" and getattr(given, name) != defaults[name]
     ]

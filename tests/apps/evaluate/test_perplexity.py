@@ -367,6 +367,7 @@ def test_bad_input_is_refused(score, tmp_path, name, content, message):
             2,
             ["belongs to --task LAMBADA", "to --harness", "two"],
         ),
+        ("--input=FILE --steps=\N{SUPERSCRIPT TWO}", 2, ["is neither all nor numbers"]),
         ("--input=FILE --steps=7", 65, ["--steps 7", "has no step 7; its steps: 30"]),
         (
             "--input=FILE --picture=a.gif",

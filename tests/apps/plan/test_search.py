@@ -13,7 +13,7 @@ import pytest
 from meshwright.apps.plan import memory, pictures, prediction
 from meshwright.apps.plan.describe import layout_settings
 from meshwright.apps.plan.estimate import NEAR, memory_of_ranks
-from meshwright.apps.plan.goodput import Interruptions
+from meshwright.apps.plan.goodput import Interruptions, expect
 from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
 from meshwright.apps.plan.search import Freedom, Search, least_change
@@ -287,6 +287,24 @@ def test_the_picture_of_memory_adds_up(machine: Machine) -> None:
     totals = [sum(sizes) for sizes in zip(*stacked.values(), strict=True)]
     assert totals == pytest.approx([rank.total / 2**30 for rank in one.ranks])
     assert pictures.layout_points([one]) == [(one.need / 2**30, one.time.seconds)]
+
+
+def test_every_kind_of_memory_has_a_colour(machine: Machine) -> None:
+    """The last rank of a pipeline has all: logits beside messages, and what the process takes."""
+    words = (
+        "--preset gpt2-345m --num-layers 4 --world-size 2 --pipeline-model-parallel-size 2 --bf16"
+    )
+    one = Prediction(config_of(words), machine, VOCABULARY).measured()
+    kinds = list(pictures.stacked_memory(one))
+    assert {"logits", "communication", "allocator", "context"} <= {*kinds}
+    assert [meaning for _, meaning in pictures.memory_drawing(one).legend] == kinds
+
+
+def test_the_picture_of_goodput_without_a_step_between_failures() -> None:
+    losses = Interruptions(between=0.1, stall=100, restart=300)
+    assert {share for _, share in pictures.goodput_points(losses, step=1.0)} == {0.0}
+    assert not pictures.goodput_points(losses, step=10.0)
+    pictures.goodput_drawing(losses, expect(losses, 10.0, None), 10.0)
 
 
 def test_the_picture_of_goodput_has_its_best_in_the_middle() -> None:

@@ -8,7 +8,7 @@ import pytest
 from plans import LARGE, STILL, planned
 
 from meshwright.apps.plan import saving, timeline, timing
-from meshwright.apps.plan.timing import measured_operations, step_time
+from meshwright.apps.plan.timing import measured_operations, terms_of
 from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import matrices
 from meshwright.model import counts
@@ -22,7 +22,7 @@ PP4 = "--pipeline-model-parallel-size 4"
 
 def predicted(words: str, world: int = 1, padded: int = 50304, **more: object) -> timing.StepTime:
     """Predict a step by the closed form."""
-    return step_time(planned(words, world), padded, H200, **more)
+    return terms_of(planned(words, world), padded, H200, **more).result()
 
 
 def measured(
@@ -32,7 +32,7 @@ def measured(
     config = planned(words, world)
     operations = measured_operations(config, padded, profile)
     assert operations is not None
-    return step_time(config, padded, profile, measured=operations)
+    return terms_of(config, padded, profile, measured=operations).result()
 
 
 @pytest.mark.parametrize("predict", [predicted, measured])

@@ -121,7 +121,9 @@ def test_numbers_that_are_none(run, capsys):
     )
     assert compared(capsys, a, b, "--tolerance", "0")[0] == 0
     status, found = compared(capsys, a, c, "--tolerance", "1e9")
-    assert status == 1 and found["differences"][0]["largest"] == {"loss": "inf", "iteration": 2}
+    (d,) = found["differences"]
+    assert status == 1 and d["largest"] == {"loss": "inf", "iteration": 2}
+    assert d["largest_relative"] == {"share": "inf", "iteration": 2}
 
 
 def test_tolerance(run, capsys):

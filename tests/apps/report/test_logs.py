@@ -159,6 +159,15 @@ def test_odd_logs(tmp_path):
     assert row_of(read_log(file, "a")).form == "oneflow"
 
 
+def test_digits_that_are_no_numbers(tmp_path, capsys):
+    """A superscript is a digit that int() does not read, in a row of a table or in a name."""
+    table = "| \N{SUPERSCRIPT TWO} | 1 | 1 | 1 | 1 | 1 |\n" + DEEPSPEED
+    path = tmp_path / "\N{SUPERSCRIPT TWO}.log"
+    path.write_text(table, encoding="utf-8")
+    assert main(["report", "--logs", str(path)]) == 0
+    assert "\N{SUPERSCRIPT TWO}" in capsys.readouterr().out
+
+
 def test_logs_of_other_machines(tmp_path, capsys):
     """They have only nvidia-smi's rows, which belong to the run of their name and order."""
     for date, text in {

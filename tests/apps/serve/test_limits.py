@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,7 +21,8 @@ from sites import Repeating, Site, read_all, site, wait_until
 
 from meshwright.apps.pages import guard, protocol
 from meshwright.apps.pages.guard import Limits
-from meshwright.apps.serve.scheduler import QueueFull, Scheduler
+from meshwright.apps.serve.scheduler import ModelFailed, QueueFull, Scheduler
+from meshwright.base.errors import UserError
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.vocabularies import explain_failures
 
@@ -569,6 +571,32 @@ def test_a_decoder_that_fails_ends_the_server() -> None:
         status, error = running.error(prompt="ab")
         assert status == 500 and error["code"] == "model_failed"
         assert isinstance(running.scheduler.broken, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "breaks"),
+    [
+        (RuntimeError("broken"), "the decoder failed: broken", True),
+        (RuntimeError("out of memory. Tried to allocate 1 GiB"), "out of memory", False),
+        (UserError("the model's logits are not finite"), "not finite", False),
+    ],
+)
+def test_a_search_that_fails_is_answered(error: Exception, message: str, breaks: bool) -> None:
+    """A lack of memory ends the search alone, as it ends texts; another error ends the server."""
+
+    def search() -> Iterator[None]:
+        yield
+        raise error
+
+    async def ask() -> None:
+        scheduler = Scheduler(Repeating(), slots=1, queue=2)
+        scheduler.start()
+        with pytest.raises((ModelFailed, UserError), match=message):
+            await asyncio.wait_for(scheduler.call(search()), 20)
+        assert (scheduler.broken is not None) == breaks
+        scheduler.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.fault("F33")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from fuzz.bugs import BUGS
 from layouts import parse
 from meshwright.apps.pages.runs import CERTIFICATE
 from meshwright.apps.report.page import show_certificate
 from meshwright.apps.verify import certificate
-from meshwright.apps.verify.compare import Quantity, compare_with_one_process
+from meshwright.apps.verify.compare import Quantity, Recorder, compare_with_one_process
 from meshwright.base.errors import UNEQUAL, UserError
+from meshwright.checkpoint.boxes import Box
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel import shard
 from meshwright.training import small_run
 from meshwright.training.small_run import RankSetup
@@ -121,6 +125,14 @@ def verify_with_rounded_masters(folder: str) -> None:
             config, RankSetup(team), ["command"], lambda comparison, line: None
         )
     assert caught.value.status == UNEQUAL
+
+
+def test_infinities_are_beyond_every_tolerance() -> None:
+    recorder = Recorder(TrainConfig(), torch.device("cpu"))
+    ours = {"w": ((2,), [Box((0,), (2,))], torch.tensor([1.0, 2.0]))}
+    recorder.tensors(Quantity.WEIGHTS, 1, ours, {"w": torch.tensor([1.0, math.inf])})
+    (seen,) = recorder.seen.values()
+    assert seen.largest == math.inf and seen.first == (1, math.inf)
 
 
 def test_masters_that_lose_their_low_bits_are_found(tmp_path):

@@ -92,6 +92,9 @@ class DedupConfig:
         if d.threshold > 1:
             text = f"{stated(d, 'threshold')} is above 1; give a share from 0 to 1"
             out.append(Problem(("threshold",), text))
+        if d.seed >= 1 << 31:
+            text = f"{stated(d, 'seed')} is too large; give a number below 2^31"
+            out.append(Problem(("seed",), text))
         if d.num_bands > 0 and d.num_seeds % d.num_bands:
             text = f"{stated(d, 'num_seeds')} is not a multiple of {stated(d, 'num_bands')}; change one of them"
             out.append(Problem(("num_seeds", "num_bands"), text))

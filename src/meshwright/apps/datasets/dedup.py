@@ -84,7 +84,9 @@ class JsonDocuments:
     """The documents of several files of JSON lines, by number, read from the files when needed."""
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
-        self.paths, self.key, self.bad = paths, key, bad
+        self.paths = paths
+        self.key = key
+        self.bad = bad
         self.first_bad: Rejected | None = None
         self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
         self.size = sum(len(self.content(number)) for number in range(len(paths)))
@@ -177,6 +179,8 @@ def deduplicate(
     for path in (output, report):
         if path is not None and Path(path).resolve() in inputs:
             raise UserError(f"{path} is an input, too; choose another name for what is written")
+    if report is not None and Path(report).resolve() == target.resolve():
+        raise UserError(f"{report} would hold what is kept and what is removed; name two files")
 
     out = Outcome()
     documents = JsonDocuments(paths, rule.key, out.bad)
@@ -299,7 +303,8 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         documents.append(order[is_shared])
         buckets.append(number[is_shared] + first)
         first += int(number[-1]) + 1
-    sharing, number = np.concatenate(documents), np.concatenate(buckets)
+    sharing = np.concatenate(documents)
+    number = np.concatenate(buckets)
     order = np.argsort(sharing, kind="stable")
     return sharing[order], number[order]
 
@@ -322,6 +327,7 @@ def choose_removed(
     for begin, end in pairwise([*begins.tolist(), len(sharing)]):
         i = int(sharing[begin])
         own_buckets = buckets[begin:end].tolist()
+        # The first kept document, by its number, that is similar decides.
         candidates = {j for bucket in own_buckets for j in kept_of[bucket]}
         for other in sorted(candidates):
             index = jaccard(pieces(i), pieces(other))

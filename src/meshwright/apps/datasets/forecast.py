@@ -53,7 +53,8 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
 def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[str, Any]:
     """Count the samples that are read from each source of a set."""
     counts, how = count_samples(spec, parts)
-    sources, warnings = list[dict[str, Any]](), list[str]()
+    sources = list[dict[str, Any]]()
+    warnings = list[str]()
     for part, count in zip(parts, counts, strict=True):
         # Only in a stream has every sample the same number of tokens.
         if config.data.packing == "stream":
@@ -79,7 +80,8 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
 
     # A set without documents: --split gives it no share, or too small a one.
     if not sources:
-        flag, share = FLAGS.render(spec.paths.flag), 1.0
+        flag = FLAGS.render(spec.paths.flag)
+        share = 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
             share = config.data.split.shares[data_paths.SPLITS.index(spec.paths.split)]

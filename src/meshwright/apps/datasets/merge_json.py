@@ -45,11 +45,13 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool 
 
     A file of other content is replaced only with `overwrite`.
     """
-    root, target = Path(folder), Path(output)
+    root = Path(folder)
+    target = Path(output)
     if not root.is_dir():
         raise bad_data(
             f"{folder} is not a folder; --json-path must name the one that holds the files"
         )
+    # The output of an earlier merge may lie among the files.
     own = target.resolve()
     paths = sorted(
         p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own

@@ -28,11 +28,12 @@ from meshwright.runtime.ranks.connect import join_ranks, pick_backend
 from meshwright.runtime.ranks.links import Link, measure_links, slow_links, typical_link
 from meshwright.runtime.ranks.world import World
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 TESTED = ((2, 11), (2, 15))  # versions of torch, first and last
 RANGE = f"torch>={TESTED[0][0]}.{TESTED[0][1]},<{TESTED[1][0]}.{TESTED[1][1] + 1}"
 NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
-# What packages bring that the installation has only with an extra, or on common machines only.
+# Packages that come with an extra, or only on common machines, and what each is good for.
 BRINGS = {
     "gigatoken": "encodes text about 30 times as fast",
     "numba": "builds the sample indices of large data faster",
@@ -95,7 +96,7 @@ def conclude(facts: list[Fact]) -> list[str]:
     if bad := [f.name for f in facts if f.level == "problem"]:
         out.append(f"Worth mending, see the lines marked with !: {', '.join(bad)}.")
 
-    # What a command of pip would bring; one may bring several.
+    # Missing packages by the command of pip that brings them; one may bring several.
     missing: dict[str, list[str]] = {}
     for f in facts:
         if "install" in f.values:
@@ -129,7 +130,7 @@ def fact_table(facts: list[Fact], verdict: list[str]) -> list[str]:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text at words, but no command of pip, which is copied."""
+    """Break a text between words, but not within a command of pip, which readers copy."""
     joined = PIP.sub(lambda command: command[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
@@ -143,12 +144,13 @@ def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
     }
 
 
-# The program.
+# The program
 
 
 def _program() -> Iterator[Fact]:
     is_clone = PROJECT.is_file()
-    version, folder = our_version(), Path(__file__).parents[2]
+    version = our_version()
+    folder = Path(__file__).parents[2]
     text = f"{version}, {'a clone' if is_clone else 'installed'} in {folder}"
     yield Fact("Program", "meshwright", text, values={"version": version})
     python = platform.python_version()
@@ -158,7 +160,7 @@ def _program() -> Iterator[Fact]:
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Fact("Program", "platform", text)
 
-    # Packages of the base installation: without some nothing starts, others one command imports.
+    # Packages of the base installation: nothing starts without some; others serve some commands.
     base = [name for name, extra in declared_packages().items() if not extra]
     others = sorted(set(base).difference(NEEDED, BRINGS, ["torch"]))
     how = "pip install ." if is_clone else "pip install --force-reinstall meshwright"
@@ -190,7 +192,7 @@ def declared_packages() -> dict[str, str]:
     return out
 
 
-# Devices.
+# Devices
 
 
 def _compute() -> Iterator[Fact]:
@@ -209,7 +211,7 @@ def _compute() -> Iterator[Fact]:
     for device in found:
         yield _accelerator(device)
 
-    # Driver and torch must be for each other.
+    # Driver and torch must fit each other.
     driver = devices.nvidia_driver()
     if found:
         if driver:
@@ -233,7 +235,9 @@ def _compute() -> Iterator[Fact]:
 
 def _host() -> Iterator[Fact]:
     # Cores, of which a container may have fewer, or a share of their time.
-    cores, all_cores, quota = host.cores(), os.cpu_count() or 1, host.cpu_quota()
+    cores = host.cores()
+    all_cores = os.cpu_count() or 1
+    quota = host.cpu_quota()
     limits = []
     if cores < all_cores:
         limits.append(f"of {all_cores}")
@@ -280,7 +284,8 @@ def _torch(version: str, kind: str) -> Fact:
 
 
 def _threads(threads: int) -> Fact:
-    said, cores = os.environ.get("OMP_NUM_THREADS"), host.cores()
+    said = os.environ.get("OMP_NUM_THREADS")
+    cores = host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
     if threads > cores:
         return Fact(
@@ -300,7 +305,8 @@ def _threads(threads: int) -> Fact:
 
 
 def _accelerator(device: Any) -> Fact:
-    memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
+    memory = devices.total_memory(device)
+    bf16 = devices.computes_bf16(device)
     text = f"{devices.device_name(device)}, {memory / GIB:.0f} GiB" + (
         ", bf16" if bf16 else "; no bf16, use --fp16"
     )
@@ -349,7 +355,8 @@ def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4
     """Return how often a second `work` ends."""
     work()
     wait()
-    begin, count = time.perf_counter(), 0
+    begin = time.perf_counter()
+    count = 0
     while time.perf_counter() - begin < seconds:
         work()
         count += 1
@@ -357,7 +364,7 @@ def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4
     return count / (time.perf_counter() - begin)
 
 
-# Links between ranks.
+# Links between ranks
 
 
 def examine_links(world: World) -> list[Fact]:
@@ -408,7 +415,7 @@ def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[F
         yield Fact("Links", "slow", text, "problem", {"slow": [[link.a, link.b] for link in slow]})
 
 
-# Packages.
+# Packages
 
 
 def _packages() -> Iterator[Fact]:
@@ -418,15 +425,16 @@ def _packages() -> Iterator[Fact]:
         if version:
             yield Fact("Extras", package, version, values={"version": version})
             continue
-        extra = extras.get(package)
-        root = (
-            ["-e", f"{PROJECT.parent}[{extra}]"] if PROJECT.is_file() else [f"meshwright[{extra}]"]
-        )
-        line = shlex.join([sys.executable, "-m", "pip", "install", *(root if extra else [package])])
+        # A package of an extra comes with it, in a version that is new enough.
+        wanted = [package]
+        if extra := extras.get(package):
+            is_clone = PROJECT.is_file()
+            wanted = ["-e", f"{PROJECT.parent}[{extra}]"] if is_clone else [f"meshwright[{extra}]"]
+        line = shlex.join([sys.executable, "-m", "pip", "install", *wanted])
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
 
 
-# Disks and limits.
+# Disks and limits
 
 
 def _storage() -> Iterator[Fact]:
@@ -441,7 +449,8 @@ def _storage() -> Iterator[Fact]:
             "problem",
         )
     for name, folder in folders.items():
-        kind, free = file_system(folder), shutil.disk_usage(folder).free
+        kind = file_system(folder)
+        free = shutil.disk_usage(folder).free
         text = f"{free / GIB:,.1f} GiB free" + (f", {kind}" if kind else "")
         if kind == "overlay":
             text += " (a container's own disk: it goes with the container)"

@@ -19,6 +19,7 @@ def read_documents(path: str) -> Iterator[str]:
     from meshwright.data.text.reading import read_texts
 
     is_empty = True
+    # An empty text has no token to score.
     for text in filter(None, read_texts(TextInputs(input=[path]))):
         is_empty = False
         yield text

@@ -33,7 +33,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Observe = Callable[[str, int, float], None]  # path, status and seconds of an answer
 
-# bytes of a refused body that are read, so that the answer arrives, and seconds without any
+# How much of a refused body is read so that the answer arrives: bytes, and seconds without any.
 LEFTOVER = 256 << 20, 1.0
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -148,10 +148,15 @@ class RequestGuard:
     def __init__(
         self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore
     ) -> None:
-        self.app, self.limits, self.open_paths, self.observe = app, limits, open_paths, observe
+        self.app = app
+        self.limits = limits
+        self.open_paths = open_paths
+        self.observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status, is_read = time.monotonic(), 0, False
+        began = time.monotonic()
+        status = 0
+        is_read = False
 
         async def reply(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -200,7 +205,7 @@ class RequestGuard:
                 "content-length and transfer-encoding cannot be combined; send one of them"
             )
         self.limits.check(scope, headers, self.open_paths)
-        # h11 has checked that it is a number
+        # That it is a number, h11 has checked.
         if int(headers.get(b"content-length", b"0")) > self.limits.body:
             raise too_large(self.limits.body)
 

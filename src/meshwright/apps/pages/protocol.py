@@ -56,7 +56,8 @@ class LimitedProtocol(H11Protocol):
 
     def _watch(self, fresh: bool = False) -> None:
         """Start the clock of a header or a body when it begins; bytes do not set it back."""
-        state, phase = self.conn.their_state, self._phase
+        state = self.conn.their_state
+        phase = self._phase
         if state is h11.SEND_BODY:
             phase = "body"
         elif state is not h11.IDLE:
@@ -69,9 +70,10 @@ class LimitedProtocol(H11Protocol):
             return
         if self._reading is not None:
             self._reading.cancel()
-        self._phase, self._reading = phase, None
+        self._phase = phase
+        self._reading = None
         if phase and not self.transport.is_closing():
-            # the application, which waits for it, answers first
+            # A body gets a second more: the application waits as long for it, and answers first.
             seconds = self.seconds + (phase == "body")
             self._reading = self.loop.call_later(seconds, self._expire)
 
@@ -148,7 +150,8 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        self.force_exit, self.should_exit = self.should_exit, True
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def make_server(app: Any, read_timeout: float) -> HttpServer:

@@ -50,12 +50,10 @@ class TextServer:
     """The ASGI application, and what its paths share."""
 
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
-        self.served, self.scheduler, self.limits, self.metrics = (
-            served,
-            scheduler,
-            limits,
-            ServerMetrics(),
-        )
+        self.served = served
+        self.scheduler = scheduler
+        self.limits = limits
+        self.metrics = ServerMetrics()
         routes = [
             Route(
                 "/v1/completions",
@@ -85,6 +83,7 @@ class TextServer:
     async def generate(
         self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send
     ) -> None:
+        # A long prompt takes a while to encode, in which others are answered.
         call = await asyncio.to_thread(read, f, self.served)
         job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
@@ -122,14 +121,16 @@ class TextServer:
     # Facts
 
     def model_object(self) -> dict[str, Any]:
-        facts = {
+        # OpenAI's fields, vLLM's length, and our own.
+        return {
             "id": self.served.name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "meshwright",
+            "max_model_len": self.served.model.seq_length,
+            "step": self.served.model.step,
+            "has_chat_template": self.served.template is not None,
         }
-        facts |= {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
-        return facts | {"has_chat_template": self.served.template is not None}
 
     async def models(self, request: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [self.model_object()]})
@@ -166,6 +167,7 @@ class Endpoint:
             message = f"the Content-Type is {kind[:50]!r}; send a body of application/json"
             raise Refusal(message, status=415)
         fields = Fields(parse_object(await read_body(receive, limits)))
+        # Whichever comes first: the answer is complete, or its client has left.
         with self.server.scheduler.seat():
             work = asyncio.ensure_future(self.answer(fields, send))
             gone = asyncio.ensure_future(until_gone(receive))
@@ -203,8 +205,8 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
                 if not message.get("more_body"):
                     return b"".join(parts)
     except TimeoutError:
-        message_ = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
-        raise Refusal(message_, status=408) from None
+        late = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
+        raise Refusal(late, status=408) from None
 
 
 async def send_json(send: Send, value: Any) -> None:

@@ -91,7 +91,8 @@ class ServeConfig(ReadConfig):
     )
 
     def problems(self) -> list[Problem]:
-        s, out = self.serve, checks.reading_problems(self, "serve")
+        s = self.serve
+        out = checks.reading_problems(self, "serve")
         if s.api_key is not None and s.api_key_file is not None:
             text = "{api_key} and {api_key_file} cannot be combined; give one"
             out.append(Problem(("api_key", "api_key_file"), text))
@@ -120,6 +121,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
         raise SettingsError(
             f"{{api_key_file={s.api_key_file}}} must hold a key of at least {SHORTEST_KEY} letters and digits"
         )
+    # A missing package is found before minutes go into loading a model.
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -146,7 +148,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
     @contextlib.contextmanager
     def listening() -> Iterator[None]:
-        """Listen before minutes go into loading a model."""
+        """Listen during the block, which begins before minutes go into loading a model."""
         with listen(s.host, s.port) as opened:
             sockets.append(opened)
             yield

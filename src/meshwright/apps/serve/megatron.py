@@ -37,7 +37,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     for old, new in OLD_ARGUMENTS.items():
         if f.take(old) is not None:
             raise Refusal(f"{old} is no longer used; give {new}", old)
-    tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
+    tokenizer = served.model.tokenizer
+    logprobs = f.flag("logprobs")
     prompts = encode_prompt_texts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     if not length and not logprobs:
@@ -45,8 +46,11 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
             "tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate"
         )
     options, decay, floor = read_options(f, length)
-    double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
-    ends = ("\n\n",) if double else ("\n",) if single else ()
+    double = f.flag("stop_on_double_eol")
+    single = f.flag("stop_on_eol")
+    ends: tuple[str, ...] = ()
+    if double or single:
+        ends = ("\n\n",) if double else ("\n",)
     pair = None
     if f.flag("prevent_newline_after_colon"):
         pair = openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]
@@ -70,6 +74,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
                 f"this model reads {served.model.seq_length} tokens, but a prompt has {both}",
                 "prompts",
             )
+    # Without a seed, each call draws one of its own.
     seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
     first = Request(
@@ -83,7 +88,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
 
 
 def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
-    texts, bos = f.take("prompts"), f.flag("add_BOS")
+    texts = f.take("prompts")
+    bos = f.flag("add_BOS")
     if not isinstance(texts, list) or not texts or not all(isinstance(p, str) for p in texts):
         raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
     if len(texts) > openai.MOST_TEXTS:
@@ -98,7 +104,8 @@ def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     """Return the flags of sampling, and the decay of top_p with its lower end."""
-    temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000)
+    temperature = f.number("temperature", 1.0, 0, 100)
+    top_k = f.integer("top_k", 0, 0, 1000)
     if not temperature:
         raise Refusal(
             "temperature must be above 0; top_k 1 takes the likeliest token", "temperature"
@@ -149,6 +156,7 @@ async def answer_megatron(
         if call.logprobs
         else None
     )
+    # An echoed prompt is among the tokens of its text already.
     rows = [
         [*([] if r.echo else r.prompt), *(e.token for e in t)]
         for r, t in zip(call.requests, texts, strict=True)

@@ -28,7 +28,8 @@ class ServerMetrics:
         }
 
     def observe(self, name: str, seconds: float) -> None:
-        """Add a time to a histogram: its bucket, then the sum of all, at the end the number."""
+        """Add a time to a histogram."""
+        # Buckets are cumulative; the sum of all times and their number follow them.
         values = self._seconds[name]
         for at, limit in enumerate(BUCKETS):
             values[at] += seconds <= limit

@@ -135,7 +135,9 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 def at_width(m: Model, width: int) -> Model:
     """Return the model with another width, of which heads, groups and MLP keep their shares."""
-    hidden, heads, groups = m.hidden_size or 1, m.num_attention_heads or 1, m.num_query_groups or 0
+    hidden = m.hidden_size or 1
+    heads = m.num_attention_heads or 1
+    groups = m.num_query_groups or 0
     unit = hidden // math.gcd(hidden, heads, groups)
     if width % unit:
         raise SettingsError(
@@ -205,7 +207,8 @@ def start_trainer(config: TrainConfig, device: torch.device) -> Trainer:
     """Return a trainer of this process that has drawn its weights."""
     vocabulary = find_vocabulary(config, None)
     spec = Spec(config, Layout(), device, vocabulary.size, vocabulary.padded)
-    state, timers = build_state(spec, ALONE, Startup()), Timers(0, "minmax", device, ALONE)
+    state = build_state(spec, ALONE, Startup())
+    timers = Timers(0, "minmax", device, ALONE)
     feed = open_feed(state, vocabulary.tokenizer, None)
     repeated = RepeatedFeed(feed.datasets, feed.spec)
     return Trainer(
@@ -228,9 +231,10 @@ def measure(
     """Train a model of each size for so many steps and return what was measured."""
     growth = Growth(axis, sizes)
     for size in sizes:
+        # The same batch before and after each step, so that only the weights change activations.
         with console.only_warnings():
             trainer = start_trainer(at_size(config, axis, size), device)
-            (batch, *_) = trainer.feed.read_again(0)
+            batch, *_ = trainer.feed.read_again(0)
             first = activations_of(trainer, batch)
             changes = []
             for _ in range(steps):
@@ -261,7 +265,7 @@ def activations_of(trainer: Trainer, batch: Batch) -> dict[str, list[Tensor]]:
     """Return the activations of a micro-batch, of each layer where they are of layers."""
     net, vocab = trainer.net, trainer.state.vocab
     (model,) = net.parts
-    trainer.net.store.wait_for_weights()
+    net.store.wait_for_weights()
     with recorded(model) as found:
         found["logits"] += net.infer([batch], lambda logits, _: logits[..., :vocab].clone())
     return found

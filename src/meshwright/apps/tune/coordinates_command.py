@@ -74,7 +74,10 @@ def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
     """Fill in what a run needs and no flag names."""
     from meshwright.data import tokenizers
 
-    m, d, t, k = config.model, config.data, config.training, config.tokenizer
+    m = config.model
+    d = config.data
+    t = config.training
+    k = config.tokenizer
     hidden = m.hidden_size
     if not hidden and c.widths:
         hidden = min(c.widths)

@@ -106,6 +106,7 @@ def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
 
 
 def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
+    # A range, the values of one flag, or those of several flags that change together.
     names = tuple(_field_of(name, where) for name in flags.split(":"))
     if len(names) == len(values) == 1 and ".." in values[0] and _kind(names[0]) in (int, float):
         return Axis(names, ends=_ends(values[0], where))
@@ -176,7 +177,7 @@ def _normal(name: str, text: str, where: str) -> str:
 
 
 def _text_of(number: float) -> str:
-    """Return a number as short as it can be said exactly."""
+    """Return the shortest text that states a number exactly."""
     text = f"{number:.12g}"
     return text if float(text) == number else repr(number)
 
@@ -201,7 +202,12 @@ def words_of(point: Mapping[str, str]) -> list[str]:
 
 def name_of_point(point: Mapping[str, str]) -> str:
     """Return the name of a point's folder, which depends on its values alone."""
-    values = ",".join(f"{spelling(name)[2:]}={value}" for name, value in point.items())
+    settings = []
+    for field, value in point.items():
+        flag = spelling(field).removeprefix("--")
+        settings.append(f"{flag}={value}")
+    values = ",".join(settings)
+    # A folder's name is free of slashes, spaces and all that a shell reads.
     name = re.sub(r"[^\w.,+=-]", "-", values)
     if name == values and len(name) <= NAME_LIMIT:
         return name or "run"
@@ -211,11 +217,11 @@ def name_of_point(point: Mapping[str, str]) -> str:
 
 
 def require_flags(point: Mapping[str, str], where: str) -> None:
-    """Refuse a recorded point that names what is no flag of train."""
+    """Refuse a recorded point with a name that is no flag of train."""
     for name in point:
         _field_of(name, where)
 
 
 def is_logarithmic(values: Sequence[float]) -> bool:
-    """Whether an axis of these values is drawn with a logarithmic scale."""
+    """Return whether an axis of these values is drawn with a logarithmic scale."""
     return len(values) > 1 and min(values) > 0 and max(values) / min(values) >= 4

@@ -49,7 +49,7 @@ class SweptPoint:
 
 
 def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
-    """Return the swept, finished ones first, by their loss."""
+    """Return the points of these runs, finished ones first, by their loss."""
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
         values = tuple((name, value) for name, value in run.point.items() if name != "seed")
@@ -59,7 +59,8 @@ def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
 
 
 def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
-    held_out, training = list[float](), list[float]()
+    held_out = list[float]()
+    training = list[float]()
     tokens, seconds = 0, 0.0
     for run in runs:
         tail = run.tail
@@ -70,7 +71,7 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         training.append(tail.final_loss()[0])
         length = tail.settings.get("seq_length", 1)
         samples = float(tail.column("consumed_samples")[-1])
-        # not of a log or settings that are no run's
+        # Files that no run has written may hold any number.
         if isinstance(length, int) and max(length, samples) < MOST_STEPS:
             tokens = max(tokens, int(samples) * length)
         seconds += wall_time(tail.record.attempts)[1]

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
 OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
-MOST_STEPS = 1 << 53  # that are exact as a float; a log of someone else may say more
-MOST_LISTED = 10  # runs that are refused
+MOST_STEPS = 1 << 53  # the most that a float states exactly; a strange log may say more
+MOST_LISTED = 10  # refused runs that are named
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
 
@@ -83,7 +83,7 @@ class SweepPlan:
 
     def read_settings(self, name: str, point: Mapping[str, str]) -> TrainConfig:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
-        # no checkpoint gives an architecture yet
+        # The flags alone are checked, without the architecture of a checkpoint.
         words = [*self.flags_of(name, point), "--load=none"]
         if self.ranks > 1:
             words.append(f"--world-size={self.ranks}")
@@ -123,7 +123,9 @@ class Sweep:
     """The runs of a folder; `start` makes a run's process from the words after `meshwright`."""
 
     def __init__(self, plan: SweepPlan, runs: dict[str, SweepRun], words: list[str]) -> None:
-        self.plan, self.runs, self.words = plan, runs, words
+        self.plan = plan
+        self.runs = runs
+        self.words = words
         self.children: dict[str, Child] = {}
         self.program = [sys.executable, "-u", "-m", "meshwright"]
 
@@ -183,8 +185,10 @@ class Sweep:
         self.say(run, "started")
 
     def finish(self, name: str) -> None:
-        run, child = self.runs[name], self.children.pop(name)
+        run = self.runs[name]
+        child = self.children.pop(name)
         run.read(self.plan.folder)
+        # A signal that ended the process counts as a shell has it: 128 and its number.
         status = child.process.returncode
         status = 128 - status if status < 0 else status
         if status == DONE:
@@ -192,12 +196,15 @@ class Sweep:
         elif child.is_stopped and status == SIGTERM:
             run.state = "stopped"
         elif status in (SIGINT, SIGTERM):
-            run.state, run.note = "interrupted", "it goes on when the sweep is started again"
+            run.state = "interrupted"
+            run.note = "it goes on when the sweep is started again"
         elif status == NON_FINITE:
-            run.state, run.note = "diverged", MEANINGS[status]
+            run.state = "diverged"
+            run.note = MEANINGS[status]
         else:
             why = MEANINGS.get(status, f"exit status {status}")
-            run.state, run.note = "failed", f"{why}; see {self.plan.folder / name}.log"
+            run.state = "failed"
+            run.note = f"{why}; see {self.plan.folder / name}.log"
         self.write()
         self.say(run, run.state)
 
@@ -314,7 +321,8 @@ def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
     """Raise UserError with what train would refuse in the settings and the files of these runs."""
     from meshwright.training.before.resolve import bring_files, find_vocabulary, run_folder_of
 
-    wrong, seen = list[UserError](), set[str]()
+    wrong = list[UserError]()
+    seen = set[str]()
     for run in runs:
         try:
             config = plan.read_settings(run.name, run.point)

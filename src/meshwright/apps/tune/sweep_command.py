@@ -93,7 +93,8 @@ class SweepConfig:
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    words, extra = [word for word in argv[:at] if word != "--dry-run"], argv[at + 1 :]
+    words = [word for word in argv[:at] if word != "--dry-run"]
+    extra = argv[at + 1 :]
     parsed = command.settings(SweepConfig, argv[:at], "sweep", ABOUT, "sweep_dir")
     if parsed is None:
         return DONE
@@ -108,7 +109,8 @@ def main(argv: list[str]) -> int:
         raise SettingsError(
             f"{c.sweep_dir} holds no sweep; give {{grid}} or {{random}}, and after -- the flags of train"
         )
-    words, extra = list(record["words"]), list(record["train_flags"])
+    words = list(record["words"])
+    extra = list(record["train_flags"])
     require_repeatable(c.sweep_dir, extra)
     given = {}
     for name, source in parsed.sources.items():

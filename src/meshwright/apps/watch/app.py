@@ -35,7 +35,7 @@ FILES = {
     "/uPlot.iife.min.js": ("meshwright.apps.watch", "vendor/uPlot.iife.min.js"),
     "/uPlot.min.css": ("meshwright.apps.watch", "vendor/uPlot.min.css"),
 }
-# seconds between events, and after which nothing new is sent again
+# Seconds between looks for news, and of silence after which the state is sent again.
 EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0
 MOST_RUNS, MOST_POINTS = 64, 4000  # of one request
 READ_SECONDS = 10.0  # for a request's header
@@ -102,7 +102,7 @@ def query_fields(request: Request, without: str = "") -> Fields:
         if name == without:
             continue
         try:
-            # A folder's name may be a number, too.
+            # A folder stays text, though its name may be a number.
             values[name] = orjson.loads(text) if name != "run" else text
         except orjson.JSONDecodeError:
             values[name] = text
@@ -128,10 +128,12 @@ def read_view(f: Fields) -> View:
 
 async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
     """Yield the state as server-sent events: at once, and whenever something was read."""
-    sent, waited = -1, 0.0
+    sent = -1
+    waited = 0.0
     while not watcher.is_over():
         if watcher.version != sent or waited >= SILENCE_SECONDS:
-            sent, waited = watcher.version, 0.0
+            sent = watcher.version
+            waited = 0.0
             text = json.dumps(await asyncio.to_thread(watcher.state))
             yield f"data: {text}\n\n"
         await asyncio.sleep(EVENT_SECONDS)

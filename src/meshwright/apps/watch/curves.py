@@ -100,7 +100,8 @@ def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]
         if line["x"] or line["bad"]:
             lines[name] = line
 
-    record, places = run.record, Places(run, x)
+    record = run.record
+    places = Places(run, x)
     checks: dict[str, list[tuple[int, float]]] = {}
     for v in record.validations:
         checks.setdefault(v.title, []).append((v.iteration, v.loss * loss_factor))

@@ -56,7 +56,8 @@ def error_to_report(error: Exception, world: World, minutes: float) -> Exception
     elif world.local_rank:  # the first rank of each machine prints it
         time.sleep(REPORT_SECONDS)
         message = ""
-    reported.args, reported.everywhere = (message,), True
+    reported.args = (message,)
+    reported.everywhere = True
     return reported
 
 

@@ -30,7 +30,7 @@ from meshwright.training.parameters import WIDTHS
 from meshwright.training.sizes import rows
 from meshwright.training.step import StepSettings, train_step
 
-SETTINGS = StepSettings(1, 1e-3, 0.1)
+SETTINGS = StepSettings(seed=1, lr=1e-3, weight_decay=0.1)  # any do: no tensor has numbers
 
 
 class Extent(NamedTuple):
@@ -120,7 +120,7 @@ def build(
 
 
 def kinds_by_size(config: TrainConfig, padded: int, net: Network) -> dict[int, str]:
-    """Return as what tensors of some sizes, in bytes, are counted in a step."""
+    """Return the kinds as which tensors of some sizes, in bytes, are counted in a step."""
     low = WIDTHS[config.precision.dtype]
     has_head = any(getattr(part, "has_head", True) for part in net.parts)
     kinds = {rows(config) * padded // net.layout.tp * low: "logits"} if has_head else {}
@@ -150,7 +150,9 @@ def take_steps(net: Network, batches: list[Batch], account: Account, steps: int)
 
 def sample_batch(config: TrainConfig) -> Batch:
     """Return a micro-batch on the host."""
-    d, cp, batch = config.data, config.parallel.context_parallel_size, config.micro_batch
+    d = config.data
+    cp = config.parallel.context_parallel_size
+    batch = config.micro_batch
     masks_loss, resets_positions, resets_attention = d.document_effects
     length = d.seq_length or 0
     ids = torch.zeros(batch, length // cp, dtype=torch.int64)
@@ -183,7 +185,7 @@ def only(config: TrainConfig, layers: Collection[int] | None) -> Iterator[None]:
 
 
 class FewBlocks:
-    """Makes the layers that are measured, and nothing in the place of others."""
+    """A maker of the layers that are measured, which makes nothing in the place of others."""
 
     def __init__(self, block: Any, layers: Collection[int]) -> None:
         self.block, self.layers, self.end = block, set(layers), block.end

@@ -12,7 +12,7 @@ from meshwright.training.parameters import parameters_of_ranks, stage_numbers
 
 
 def is_measurable(config: TrainConfig) -> bool:
-    """Whether a step's operations are known: nothing is compiled, the host updates nothing."""
+    """Return whether a step's operations are known: nothing is compiled or updated by the host."""
     block = block_kind(config.training, config.model, config.precision, NVIDIA)
     compiles_attention = config.model.windowed_layers or config.data.document_effects[2]
     is_compiled = bool(compiles_attention) or (
@@ -25,10 +25,8 @@ def operations_of_step(
     config: TrainConfig, padded: int, model: Model | None = None
 ) -> StepOperations:
     """Return what all stages execute for a mean micro-batch, and the fullest rank's update."""
-    count, numbers = (
-        max(1, config.micro_batches(config.global_batch)),
-        parameters_of_ranks(config, padded),
-    )
+    count = max(1, config.micro_batches(config.global_batch))
+    numbers = parameters_of_ranks(config, padded)
     stages: dict[int, PassOperations] = {}
     updates = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
