@@ -67,25 +67,15 @@ THEIRS = {
         "GPT2",
         GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72},
     ),
-    "gpt2-epsilon": (
-        "GPT2",
-        GPT2 | {"layer_norm_epsilon": 1e-2, "activation_function": "gelu_pytorch_tanh"},
-    ),
     "llama-grouped": ("Llama", LLAMA),
     "llama-tied": (
         "Llama",
         LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
     ),
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
-    "llama-attention-bias": ("Llama", LLAMA | {"attention_bias": True}),
     "llama-mlp-bias": ("Llama", LLAMA | {"mlp_bias": True, "num_key_value_heads": 1}),
-    "llama-head": (
-        "Llama",
-        LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    ),
     "llama-linear": ("Llama", LLAMA | {"rope_parameters": SCALED | {"rope_type": "linear"}}),
     "llama-3.2": ("Llama", LLAMA | {"rope_parameters": LLAMA32}),
-    "llama-yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
     "qwen3-yarn": (
         "Qwen3",
         LLAMA | {"head_dim": 32, "rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 0.1}},
@@ -98,8 +88,6 @@ THEIRS = {
         "Llama",
         LLAMA | {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}},
     ),
-    "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
-    "mistral-window": ("Mistral", LLAMA | {"sliding_window": 5}),
     "ministral": (
         "Ministral",
         LLAMA
@@ -115,21 +103,7 @@ THEIRS = {
         "GPTNeoX",
         NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True},
     ),
-    "neox-rotated": (
-        "GPTNeoX",
-        NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 50, "hidden_act": "gelu_new"},
-    ),
-    "neox-linear": (
-        "GPTNeoX",
-        NEOX | {"rope_parameters": SCALED | {"rope_type": "linear"} | SHARE},
-    ),
     "neox-llama3": ("GPTNeoX", NEOX | {"rope_parameters": LLAMA32 | SHARE}),
-    "neox-yarn": (
-        "GPTNeoX",
-        NEOX | {"rope_parameters": YARN | SHARE | {"beta_fast": 1.5, "beta_slow": 0.1}},
-    ),
-    "qwen2": ("Qwen2", LLAMA),
-    "qwen2-windows": ("Qwen2", LLAMA | WINDOWS | {"layer_types": WINDOWED}),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
     "qwen3-windows": ("Qwen3", LLAMA | WINDOWS | {"max_window_layers": 1}),
 }
@@ -209,8 +183,7 @@ def test_both_ways(name, tmp_path):
         kind if "sliding_window" in said else kind.replace("Mistral", "Llama")
     )
     assert_same_logits(ours(stored), again)
-    missing = {"llama-attention-bias", "llama-mlp-bias"}  # where ours has zeros, theirs had nothing
-    if name not in missing:
+    if name != "llama-mlp-bias":  # where ours has zeros, theirs had nothing
         for key, value in model.state_dict().items():
             assert torch.equal(again.state_dict()[key], value), key
 
@@ -218,7 +191,7 @@ def test_both_ways(name, tmp_path):
 SHORT = f"--mock-data --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --vocab-size {VOCAB}"
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "qwen2", "qwen3", "gpt2", "neox"])
+@pytest.mark.parametrize("name", ["llama-grouped", "gpt2", "neox"])
 def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsys):
     """Issue 13, line 5: dropouts, epsilon, rotary base and initial deviation; a flag wins."""
     stated = {"attention_dropout": 0.03, "initializer_range": 0.05, "rms_norm_eps": 1e-4}
@@ -423,44 +396,15 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
             "scale_attn_by_inverse_layer_idx is True",
         ),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is relu"),
         ("gpt2", {"model_type": "bloom"}, "'bloom' model"),
-        ("gpt2", {"model_type": ["gpt2"]}, "model"),
-        ("gpt2", {"n_head": 5}, "n_embd 32 is not a multiple of n_head 5"),
         ("gpt2", {"n_layer": 3}, "no tensor transformer.h.2."),
-        ("gpt2", {"n_layer": 1}, "12 tensors have no place"),
         ("gpt2", {"n_layer": "2"}, "n_layer is '2'; it must be"),
-        ("gpt2", {"n_positions": 17}, r"wpe.weight is \[16, 32\], by config.json it is \[17, 32\]"),
-        ("gpt2", {"vocab_size": 62}, "wte.weight has 61 rows, the vocabulary 62"),
-        ("neox", {"hidden_act": "relu"}, "hidden_act is relu"),
-        ("neox", {"attention_bias": False}, "attention_bias is False"),
-        (
-            "neox",
-            {"num_attention_heads": 5},
-            "hidden_size 32 is not a multiple of num_attention_heads 5",
-        ),
-        (
-            "neox",
-            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            "kind of rotation .*longrope",
-        ),
-        (
-            "neox",
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "kind of rotation .*dynamic",
-        ),
-        ("neox", {"use_parallel_residual": "no"}, "use_parallel_residual is no"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
             "kind of rotation .*longrope",
-        ),
-        (
-            "llama",
-            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rotation .*dynamic",
         ),
         (
             "llama",
@@ -472,22 +416,8 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
             {"rope_parameters": LLAMA32 | {"low_freq_factor": 2}},
             "factor 0.9 must be above",
         ),
-        (
-            "llama",
-            {"rope_parameters": LLAMA32 | {"original_max_position_embeddings": 8.5}},
-            "is 8.5; it must be an in",
-        ),
-        ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate is False"),
         ("llama", {"rope_parameters": YARN | {"beta_slow": 33}}, "--beta-fast 32 must be above"),
-        (
-            "llama",
-            {"rope_parameters": None, "rope_scaling": "default"},
-            "kind of rotation .*is default",
-        ),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is .no.; it must be"),
-        ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
         (
             "llama",
             {"model_type": "mistral", "sliding_window": 1},
@@ -503,18 +433,12 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
             {"model_type": "ministral", "layer_types": ["chunked_attention"] * 2},
             "names chunked_attention",
         ),
-        (
-            "llama",
-            {"model_type": "mistral", "sliding_window": "8"},
-            "sliding_window is .8.; it must be",
-        ),
         ("llama", {"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
         (
             "llama",
             {"num_key_value_heads": 4},
             r"k_proj.weight is \[16, 32\], by config.json it is \[32, 32\]",
         ),
-        ("llama", {"vocab_size": None}, "vocab_size is None"),
     ]:
         shutil.copytree(tmp_path / folder, tmp_path / "x")
         change_config(tmp_path / "x", **changes)
@@ -556,17 +480,12 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     for how, said in [
         (b"", "not a safetensors file"),
         (intact[:100], "not a complete safetensors"),
-        (intact[:-1], "not a complete safetensors"),
         (b"\xff" * 6 + b"\0\0{" + intact[9:], "bytes; at most"),
         ({}, "weight_map"),
-        ({"weight_map": {name: 3}}, "weight_map"),
         ({"weight_map": {name: "../outside.safetensors"}}, "not a plain name"),
-        ({"weight_map": {name: str(outside)}}, "not a plain name"),
-        ({"weight_map": {name: "none.bin"}}, "does not exist"),
         (link, "nothing outside the folder is read"),
         (lambda f: (f / "config.json").unlink(), "does not exist"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), "JSON"),
         (lambda f: (f / tensors).unlink(), "has neither"),
     ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
@@ -591,28 +510,13 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
     for folder, changes, listed in [
         (
             "gpt2",
-            {"position_embedding_type": "alibi", "embed_layernorm": True},
-            ["type alibi", "--embed-layernorm"],
-        ),
-        (
-            "gpt2",
             {"normalization": "RMSNorm", "squared_relu": True},
             ["--normalization RMSNorm", "squared-relu"],
         ),
         (
             "gpt2",
-            {"glu_activation": "geglu", "apply_layernorm_1p": True},
-            ["activation geglu", "layernorm-1p"],
-        ),
-        (
-            "gpt2",
             {"qk_layernorm": True, "num_query_groups": 2},
             ["--qk-layernorm", "2 groups of 4 heads"],
-        ),
-        (
-            "gpt2",
-            {"kv_channels": 16, "add_bias_linear": False},
-            ["4 heads of 16", "--disable-bias-linear"],
         ),
         (
             "llama",
@@ -625,9 +529,6 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
             ["activation swiglu", "2 groups of 4 heads", "--disable-bias-linear"],
         ),
         ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["--qk-layernorm with biases"]),
-        ("llama", {"apply_residual_connection_post_layernorm": True}, ["post-layernorm"]),
-        ("llama", {"final_logit_softcapping": 30.0}, ["--final-logit-softcapping 30"]),
-        ("gpt2", {"layernorm_bias": False}, ["--disable-layernorm-bias"]),
         ("gpt2", {"final_logit_softcapping": 0.5}, ["--final-logit-softcapping 0.5"]),
     ]:
         source = huggingface.open_huggingface(tmp_path / folder)

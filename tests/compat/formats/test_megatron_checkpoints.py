@@ -16,7 +16,6 @@ from megatron_files import Form, forward, ours, plain, rounded, write
 
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.sources import MappedSource, Source, TensorView
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.cli import convert
@@ -46,34 +45,17 @@ def write_trained(folder: Path, f: Form) -> Path:
     return write(folder / "iter_0000007", f, *with_moments(f)[0])
 
 
-VERSIONS, LAYOUTS = (0, 1.0, 3.0), [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
 WEIGHTS = {
     "no version": Form(version=None, words="2019"),
-    "version 0": Form(version=0),
-    "version 1": Form(version=1.0),
-    "version 2": Form(version=2.0),
-    "version 3": Form(),
-    "float32": Form(dtype=torch.float32),
+    "version 1, TP 4, PP 2": Form(version=1.0, tp=4, pp=2),
     "bfloat16": Form(dtype=torch.bfloat16),
-    "virtual stages": Form(layers=4, pp=2, chunks=2),
     "virtual stages, TP 2, PP 4": Form(layers=8, tp=2, pp=4, chunks=2),
     "one dictionary": Form(flat=True, tp=2, pp=2),
     "late 2023": Form(words="late 2023"),
     "core": Form(words="core", tp=2),
-    "gated, no biases, RMSNorm, untied": Form(
-        gated=True, bias=False, rms=True, untied=True, tp=2, pp=2
-    ),
     "gated with biases": Form(gated=True, tp=4),
     "query groups": Form(heads=8, groups=4, tp=2),
-    "BigCode": Form(groups=1, multi_query=True, tp=2),
-    "BigScience": Form(bigscience=True, embed_norm=True, gated=True, tp=2),
 }
-# Every layout once, with versions in turn, so that every version is cut over 2 and 4 ranks.
-for i, (t, p) in enumerate(LAYOUTS[1:]):
-    version = VERSIONS[i % 3]
-    WEIGHTS[f"version {version}, TP {t}, PP {p}"] = Form(
-        layers=max(p, 2), version=version, tp=t, pp=p
-    )
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -90,22 +72,14 @@ def test_weights_of_every_form(name: str, tmp_path: Path) -> None:
 STATES = {
     "2019": Form(state="2019", words="2019", version=None, tp=2),
     "float32": Form(state="fp32", dtype=torch.float32, tp=2, pp=2),
-    "masters": Form(state="masters"),
-    "masters, version 0, TP 2": Form(state="masters", version=0, tp=2),
     "masters, version 1, TP 4": Form(state="masters", version=1.0, tp=4),
-    "masters, TP 2, PP 2": Form(state="masters", tp=2, pp=2),
     "masters, virtual stages": Form(state="masters", layers=4, pp=2, chunks=2),
-    "masters, gated": Form(state="masters", gated=True, bias=False, rms=True, untied=True, tp=2),
     "masters, BigCode": Form(state="masters", groups=1, multi_query=True, tp=2),
-    "sharded": Form(state="sharded"),
     "sharded, bfloat16, 7 ranks": Form(
         state="sharded", dtype=torch.bfloat16, dp=7, gated=True, tp=2
     ),
-    "sharded, TP 2, PP 2": Form(state="sharded", tp=2, pp=2),
     "sharded, virtual stages": Form(state="sharded", layers=4, pp=2, chunks=2, dp=2),
-    "flat": Form(state="flat"),
     "flat, TP 2, PP 2": Form(state="flat", tp=2, pp=2, dp=5),
-    "flat, virtual stages": Form(state="flat", layers=4, pp=2, chunks=2),
     "buckets": Form(state="buckets", tp=2, gated=True, dp=7),
 }
 
@@ -169,13 +143,10 @@ def build_model(source: Source, f: Form) -> GPT:
 
 
 NETWORKS = {
-    "version 0": Form(version=0, tp=2),
     "version 1": Form(version=1.0, pp=2),
     "llama": Form(gated=True, bias=False, rms=True, untied=True, tp=2),
     "query groups": Form(heads=8, groups=2, tp=2, dtype=torch.float32),
-    "BigCode": Form(groups=1, multi_query=True),
     "BigScience": Form(bigscience=True, embed_norm=True, gated=True, tp=2),
-    "core": Form(words="core", tp=2),
     "as the 345M release": Form(version=None, words="2019", args=False),
 }
 
@@ -257,27 +228,6 @@ def test_settings_from_arguments(tmp_path: Path) -> None:
     )
 
 
-def test_a_release_has_no_state(tmp_path: Path) -> None:
-    f = Form(state="masters")
-    three, expected = with_moments(f)
-    write(tmp_path / "release", f, *three)
-    source = megatron.open_megatron(tmp_path / "release")
-    assert not source.state and not source.has_optimizer
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three), optimizer=False)
-    assert source.state["iteration"] == 7 and not source.has_optimizer
-
-
-def test_reading_one_box(tmp_path: Path) -> None:
-    """A box may cross the borders of the old ranks, in a permuted matrix."""
-    f = Form(version=1.0, tp=4)
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, plain(f)))
-    box = Box((13, 5), (50, 20))
-    got = torch.empty(box.size, dtype=torch.float16)
-    name = "h.1.attn.qkv.weight"
-    source.fill({name: (source.tensors[name].shape, [box], got)})
-    assert torch.equal(got, ours(f, plain(f))[name].half()[13:63, 5:25])
-
-
 # Damage
 
 
@@ -313,10 +263,6 @@ def swap_layers(tree: Any) -> None:
 
 WEIGHT, NORM = "layers.1.mlp.dense_h_to_4h.weight", "layers.1.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no files": (
-        lambda folder: [shutil.rmtree(x) for x in folder.iterdir()] and None,
-        "no mp_rank",
-    ),
     "a rank is missing": (
         lambda folder: shutil.rmtree(folder / "mp_rank_00"),
         r"no file: \(0, 0\)",
@@ -329,23 +275,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: (f / "mp_rank_01/model_optim_rng.pt").write_bytes(b"PK\3\4") and None,
         "mp_rank_01",
     ),
-    "a list": (lambda f: torch.save([1], f / "mp_rank_01/model_optim_rng.pt"), "holds a list"),
-    "no model": (change(lambda t: t.pop("model")), "no model"),
     "another version": (
         change(lambda t: t.update(checkpoint_version=2.0), "01"),
         "checkpoint_version 3.0, .* has 2.0",
     ),
     "another iteration": (change(lambda t: t.update(iteration=8), "01"), "iteration 7, .* has 8"),
-    "a version in words": (
-        change(lambda t: t.update(checkpoint_version="x")),
-        "checkpoint_version",
-    ),
-    "a layer less": (
-        change(
-            lambda t: [encoder(t).pop(k) for k in list(encoder(t)) if k.startswith("layers.0.")]
-        ),
-        "layers are missing",
-    ),
     "more layers said": (
         change(lambda t: setattr(t["args"], "num_layers", 5)),
         "2 layers in its files and 5",
@@ -354,10 +288,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown part": (
         change(lambda t: encoder(t).update({"layers.0.moe.gate.weight": torch.ones(2)})),
         "moe.gate",
-    ),
-    "a decoder": (
-        change(lambda t: t["model"]["language_model"].update(decoder={"x": torch.ones(2)})),
-        "decoder.x",
     ),
     "another shape": (
         change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32)})),
@@ -371,10 +301,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         change(lambda t: encoder(t)[NORM].mul_(1.5), "01"),
         r"must hold the same h.1.ln_1.weight",
     ),
-    "NaN in a copy": (
-        change(lambda t: encoder(t)[NORM].fill_(float("nan")), "01"),
-        "must hold the same",
-    ),
     "layers of the optimizer exchanged": (
         change(swap_layers),
         "not those of the model; add --no-load-optim",
@@ -383,27 +309,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         change(lambda t: adam(t)["state"][3].pop("exp_avg")),
         r"has nothing; add --no-load",
     ),
-    "a parameter less": (
-        change(lambda t: adam(t)["param_groups"][1]["params"].pop()),
-        "is of 27 param",
-    ),
-    "a master too many": (
-        change(lambda t: t["optimizer"]["fp32_from_fp16_params"][1].append(torch.ones(1))),
-        "master",
-    ),
     "keys that are lists": (
         change(lambda t: adam(t)["param_groups"][0].update(params=[[]])),
         "not laid",
-    ),
-    "a name that is a number": (
-        change(lambda t: t["model"].update({3: {4: torch.ones(2)}})),
-        "3.4 is not a known",
     ),
     "weights in one row": (
         change(lambda t: encoder(t).update({WEIGHT: torch.ones(1024).half()})),
         "no|follows",
     ),
-    "an optimizer of another kind": (change(lambda t: adam(t).update(param_groups=3)), "laid out"),
 }
 
 
@@ -438,7 +351,6 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
             ],
             "ends before",
         ),
-        ("flat", lambda t: t.update(per_bucket_numel=[]), "not laid out as in 2023"),
         ("buckets", lambda t: t[0][torch.float32]["exp_avg"].pop(), "differ in size"),
     ],
 )
@@ -576,7 +488,7 @@ def written(
     return folder
 
 
-@pytest.mark.parametrize(("t", "p"), [(1, 1), (1, 4), (4, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("t", "p"), [(1, 4), (4, 1), (2, 2)])
 def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
     f = Form(layers=4)
     source, tensors = (
@@ -708,16 +620,6 @@ def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked) == {1} and len(asked) == 4 * (2 + 2 * 12 + 2)  # weights, masters, two moments
 
 
-def test_weights_only_keep_their_dtype(tmp_path: Path) -> None:
-    f = Form(version=0, args=False)
-    source = megatron.open_megatron(
-        write(tmp_path / "release", f, plain(f)), heads=4
-    ).of_vocabulary(61)
-    back = megatron.open_megatron(written(source, tmp_path / "again/release", 1, 1))
-    assert_reads(back, {name: t.half() for name, t in ours(f, plain(f)).items()})
-    assert back.state == {} and back.vocab == 61
-
-
 def test_models_that_megatron_cannot_hold() -> None:
     source, _ = source_of(Form(layers=4), CONFIG)
     with pytest.raises(
@@ -733,16 +635,6 @@ def test_models_that_megatron_cannot_hold() -> None:
         source.views[name] = source.views["ln_f.weight"]
         with pytest.raises(UserError, match=words):
             megatron_writer.megatron_files(dataclasses.replace(source), 1, 1, 64, True)
-
-
-def test_doubles_stay_doubles(tmp_path: Path) -> None:
-    source, tensors = source_of(Form(layers=4), CONFIG | {"fp16": False})
-    for name, views in source.views.items():
-        source.views[name] = [TensorView(v.offset, v.tensor.double() / 3) for v in views]
-    back = megatron.open_megatron(
-        written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1)
-    )
-    assert_reads(back, {name: tensor.double() / 3 for name, tensor in tensors.items()})
 
 
 def test_an_optimizer_without_a_schedule_is_written(
