@@ -236,14 +236,6 @@ SEED_003 = """
     --deepspeed-activation-checkpointing --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
     --DDP-impl local
 """
-SEED_004 = """
-    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8
-    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-gpus-per-node 1 --num-nodes 1
-    --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document --seq-length 1024
-    --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01
-    --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 --load checkpoint --save checkpoint
-    --save-interval 10000 --log-interval 100 --checkpoint-activations --multihead-attention-fusion --fp16
-"""
 # What args_deepspeed_gpt.sh of seed 003 writes, whatever its USE_FP16 says.
 CONFIG_003 = """{
   "train_micro_batch_size_per_gpu": $MICRO,

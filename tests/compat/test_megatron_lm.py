@@ -235,6 +235,7 @@ def test_the_document(place: Path, workspace: Path) -> None:
     assert listed(models / "345m") == without_sizes(block("megatron-lm/saved-folder"))
 
 
+@pytest.mark.long
 def test_two_ranks(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's command on two GPUs: both samples of a batch at once."""
     typed = pretrain_345m(place).replace("megatron-models/345m", "two")

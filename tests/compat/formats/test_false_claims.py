@@ -504,6 +504,17 @@ HONEST = {
     "tiktoken": Honest("tokenizer", write_ranks, "tiny.tiktoken", read_ranks, save_ranks),
     "tiktoken's settings": Honest("ranks", write_ranks, "encoding.json", read_json, save_json),
 }
+# One of each kind of reader; the long tier takes all of all.
+SAMPLED = (
+    "Megatron",
+    "DeepSpeed's optimizer",
+    "torch_dist's metadata",
+    "GPT-2",
+    "our index",
+    "zip",
+    "safetensors",
+)
+SAMPLED += "tokens", "tokenizer.json", "SentencePiece", "tiktoken"
 Path_ = tuple[Any, ...]
 
 
@@ -572,9 +583,12 @@ def is_counter(state: dict[str, Any], name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "sample", [SAMPLE, pytest.param(1, marks=pytest.mark.long)], ids=["sample", "all"]
+    ("name", "sample"),
+    [
+        *(pytest.param(name, SAMPLE, id=name) for name in SAMPLED),
+        *(pytest.param(name, 1, id=f"all of {name}", marks=pytest.mark.long) for name in HONEST),
+    ],
 )
-@pytest.mark.parametrize("name", HONEST)
 @pytest.mark.fault("F28")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")

@@ -79,29 +79,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 8,
     **FACTORS,
 }
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 KINDS = {
     "pythia": ("GPTNeoX", {}, NEOX),
-    "in turn": (
-        "GPTNeoX",
-        {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh"},
-        NEOX | {"parallel_residual": False, "gelu_approximate": "tanh"},
-    ),
     "llama": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}, LLAMA),
     "llama3": (
         "Llama",
         {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3},
         SCALED,
-    ),
-    "condensed": (
-        "Llama",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": LINEAR},
-        LLAMA | {"rope_condense_ratio": 4},
-    ),
-    "window": (
-        "Mistral",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 4},
-        LLAMA | {"sliding_window_size": 4},
     ),
     "windows in turn": (
         "Ministral",
@@ -116,11 +100,6 @@ KINDS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
         LLAMA | {"sliding_window_size": 4, "sliding_window_indices": [1, 0, 1], "rope_base": 50},
-    ),
-    "qwen2": (
-        "Qwen2",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
-        LLAMA | {"attn_bias": True},
     ),
     "qwen3": (
         "Qwen3",
@@ -203,8 +182,9 @@ def save(folder, tree, config):
     return folder
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["newer", "older"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "older"), [*((kind, False) for kind in KINDS), ("pythia", True), ("llama", True)]
+)
 @torch.no_grad()
 def test_logits(kind, older, tmp_path):
     model = network(kind)
@@ -226,7 +206,7 @@ def test_logits(kind, older, tmp_path):
     )
 
 
-def test_every_command_reads_it(tmp_path, capsys):
+def test_commands_read_it(tmp_path, capsys):
     """With the optimizer's state of a training, which is not read, and a compiled model's names."""
     tensors = {f"_orig_mod.{name}": tensor for name, tensor in litgpts(network("pythia")).items()}
     path = str(save(tmp_path / "out", {"model": tensors, "optimizer": {}, "iter_num": 4}, NEOX))
@@ -235,7 +215,6 @@ def test_every_command_reads_it(tmp_path, capsys):
         *read,
         *"--mock-data --micro-batch-size=1 --train-iters=2 --lr=1e-3 --eval-iters=0".split(),
     ]
-    (tmp_path / "scored.txt").write_text("1 2 3 4 5 6 7 8 9")
     for command in (
         [
             "train",
@@ -249,11 +228,6 @@ def test_every_command_reads_it(tmp_path, capsys):
             str(tmp_path / "run"),
         ],
         ["generate", path, *read, "--prompt", "1 2 3", "--max-new-tokens=2"],
-        ["evaluate", path, *read, "--input", str(tmp_path / "scored.txt")],
-        ["chat", path, *read, "--dry-run"],
-        ["serve", path, *read, "--dry-run"],
-        ["inspect", path],
-        ["convert", path, str(tmp_path / "native"), "--to", "native"],
         ["convert", path, str(tmp_path / "hf"), "--to", "huggingface"],
     ):
         assert main(command) == 0, command
@@ -275,26 +249,13 @@ def test_what_is_refused(tmp_path):
             "rope_adjustments is {'low_freq_factor': 8.0}",
         ),
         (
-            {"rope_adjustments": {"factor": 8.0}, "rope_condense_ratio": 2},
-            "with a rope_condense_ratio of 2, which",
-        ),
-        ({"rope_adjustments": {"factor": -8.0}}, "model_config.yaml: factor is -8.0; it must be"),
-        (
-            {"sliding_window_size": 1},
-            "sliding_window_size is 1; it must be an integer of at least 2",
-        ),
-        (
             {"sliding_window_size": 8, "sliding_window_indices": [1]},
             "sliding_window_indices is [1]; it must be a 0 or",
         ),
-        ({"rope_local_base_freq": 10000}, "rope_local_base_freq is 10000"),
         ({"norm_1": False}, "norm_1 is False"),
         ({"mlp_class_name": "LLaMAMoE"}, "mlp_class_name is LLaMAMoE"),
-        ({"norm_class_name": "None"}, "norm_class_name is None"),
         ({"n_query_groups": 3}, "n_head 4 is not a multiple of n_query_groups 3"),
         ({"n_layer": "2"}, "model_config.yaml: n_layer is '2'; it must be an integer"),
-        ({"n_layer": 1}, "12 tensors have no place in this network"),
-        ({"n_layer": 3}, "has no tensor transformer.h.2.norm_1.weight"),
         ({"intermediate_size": 48}, f"{down} is [32, 40], by model_config.yaml it is [32, 48]"),
     ):
         folder = save(tmp_path / "out", tensors, NEOX | changes)

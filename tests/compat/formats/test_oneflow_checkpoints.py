@@ -237,8 +237,9 @@ def test_oneflow_gpt_is_converted(weights, tmp_path, capsys):
     assert_same_logits(huggingface.open_huggingface(tmp_path / "hf"), weights)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["in-out", "out-in"])
-@pytest.mark.parametrize("form", ["folders", "pickle and folders", "pickle"])
+@pytest.mark.parametrize(
+    ("form", "turned"), [("folders", False), ("pickle and folders", True), ("pickle", True)]
+)
 def test_libai(form, turned, weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, turned), flow_tensor, form)
     source = oneflow.open_libai(folder)
@@ -290,36 +291,17 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
     }
     for how, said in [
         (lambda f: shutil.rmtree(f / qkv), r"h.0.attn.qkv.weight: missing"),
-        (lambda f: shutil.rmtree(f / "model-wte"), "no table of tokens"),
         (lambda f: (f / qkv / "out").write_bytes(b"x"), "1 bytes, by meta it has"),
-        (lambda f: (f / qkv / "out").unlink(), "No such file or directory; meta gives it"),
         (link, "not a plain file"),
-        (lambda f: (f / qkv / "meta").unlink(), "meta: No such file"),
-        (lambda f: (f / qkv / "meta").write_text("shape {}"), "not a shape"),
         (
             lambda f: (f / qkv / "meta").write_text("shape {\n dim: 1\n}\ndata_type: kOFRecord"),
             "not a shape",
-        ),
-        (lambda f: (f / qkv / "meta").write_text("x" * 100_000), "bytes, above the limit of"),
-        (lambda f: write_variable(f / "model-h0-gate-weight", weights["wpe"]), "no place in a GPT"),
-        (
-            lambda f: (f / "model-h1-mlp-c_fc-bias").rename(f / "model-h7-mlp-c_fc-bias"),
-            "h.1.mlp.fc.bias: missing",
         ),
         (
             libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}),
             "ln_f.bias: .3., expected .24.",
         ),
         (libai(state | {norm.format(10**12): state[f"{inner}layernorm_f.bias"]}), "no place"),
-        (libai(state | {norm.format("9" * 5000): np.ones(24)}, "pickle"), "no place|as a key"),
-        (
-            libai(state, pickled_data=pickle.dumps({"protocol_version": 2, "data": {}})),
-            "not what flow.save wrote",
-        ),
-        (
-            libai(state, pickled_data=pickle.dumps({"protocol_version": 1, "data": {"x": 3}})),
-            "not one of OneFlow's",
-        ),
         (libai(state, pickled_data=pickle.dumps(outside)), "not a plain folder"),
         (libai(state, pickled_data=b"cos\nsystem\n(S'true'\ntR."), "os.system|posix.system"),
     ]:
