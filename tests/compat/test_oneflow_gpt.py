@@ -309,15 +309,9 @@ def test_container(gpt: Path, tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
     (files / "oneflow-manylinux2014-cuda11.2-0.1.tar.gz").touch()
-    first = (
-        fakes.put_first(
-            tmp_path / "bin",
-            files,
-            docker=ENGINE,
-            python3=NO_TRAINING + fakes.PYTHON.replace("PROGRAM", warm.python()),
-        )
-        + f"export HOME={tmp_path} MESHWRIGHT_TENSORBOARD=false\n"
-    )
+    python = NO_TRAINING + fakes.PYTHON.replace("PROGRAM", warm.python())
+    first = fakes.put_first(tmp_path / "bin", files, docker=ENGINE, python3=python)
+    first += f"export HOME={tmp_path} MESHWRIGHT_TENSORBOARD=false\n"
     script = smaller(block("oneflow-gpt/container"), vocab_size=320, initial_loss_scale=1)
     script = script.replace("--load checkpoint", "--load contained").replace(
         "--save checkpoint", "--save contained"

@@ -28,8 +28,7 @@ def parse(*words: str) -> TrainConfig:
     return flags.parse_settings(TrainConfig, [*RUN, *words], "meshwright test").config
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("axis", ["width", "depth"])
+@pytest.mark.parametrize(("axis", "optimizer"), [("width", "adamw"), ("depth", "muon")])
 def test_changes_depend_on_the_size_only_without_a_base(
     axis: coordinates.Axis, optimizer: str
 ) -> None:
