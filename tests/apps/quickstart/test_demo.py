@@ -33,7 +33,7 @@ def library(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.whole
+@pytest.mark.long  # test_own_text.py has a whole tour
 def test_tour(library, tmp_path, capfd, monkeypatch):
     """Ctrl-C stops it, which reaches this process alone; the same command goes on, to the end."""
 

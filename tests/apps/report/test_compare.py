@@ -226,8 +226,6 @@ def test_page(run, tmp_path, capsys):
         assert re.search(r">\s*tokens\s*<", drawing) and not re.search(
             r">\s*iteration\s*<", drawing
         )
-    main(["report", a, b, "--output", str(tmp_path / "again.html")])
-    assert (tmp_path / "again.html").read_bytes() == target.read_bytes()
 
 
 def test_steps_of_equal_size_are_drawn_over_iterations(run, capsys):
@@ -276,31 +274,6 @@ def test_colours_are_clear_on_light_and_dark_pages(page):
     for colour in COLOURS:
         dark, light = sorted((luminance(colour) + 0.05, luminance(page) + 0.05))
         assert light / dark >= 3, colour
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_best_validation_is_explained(run):
-    a = run("a", [*A, check(5, 3.5), check(10, 3.0)])
-    b = run("b", [*B, check(5, 2.75), check(10, 3.25)])
-    assert main(["report", a, b]) == 0
-    said = Page((Path(a) / "compare.html").read_text()).said
-    assert (
-        ": Validation: the lowest loss, 3.0000, was at step 10, the last of 2: a longer training"
-        in said
-    )
-    assert "at step 5; the last, at step 10, is 3.2500, which is 0.5000 higher." in said
-
-
-def test_errors_in_words(run, tmp_path, capsys):
-    a, empty = run("a", A), run("empty", [])
-    for words, status, said in (
-        ([a, str(tmp_path / "none")], 65, "there is no folder"),
-        ([a, str(tmp_path)], 65, "holds no metrics.jsonl"),
-        ([a, empty], 65, "empty/metrics.jsonl holds no step"),
-        ([a, a, "--output", str(tmp_path / "none" / "page.html")], 74, "No such file"),
-    ):
-        assert main(["report", *words]) == status
-        assert said in capsys.readouterr().err
 
 
 def test_the_picture_of_the_schedules_is_what_the_code_does():

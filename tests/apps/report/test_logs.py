@@ -89,7 +89,7 @@ def test_our_own_log(run, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("form", ["table", "normal", "libai", "deepspeed"])
+@pytest.mark.parametrize("form", ["table", "libai", "deepspeed"])
 def test_our_other_forms(run, tmp_path, form):
     flags = (
         ["--steps-per-print", 1, "--log-interval", 100]
@@ -203,14 +203,6 @@ def test_good_logs_of_other_machines_are_no_problem(tmp_path, capsys):
     assert capsys.readouterr().err.count("output.log: empty\n") == 2
 
 
-def test_a_log_without_a_configuration_has_the_name_of_its_folder(tmp_path, monkeypatch, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/log.txt").write_text(NORMAL)
-    monkeypatch.chdir(tmp_path / "run")
-    assert main(["report", "--logs", "log.txt"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("run ")
-
-
 def test_forms_of_the_table(tmp_path, capsys):
     for micro in (4, 32, 8):
         (tmp_path / f"x_{NAME.replace('mb32', f'mb{micro}')}").mkdir()
@@ -255,18 +247,3 @@ def test_the_script(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stopped:
             runpy.run_path(str(ROOT / folder / "extract_logs.py"), run_name="__main__")
         assert stopped.value.code == 0 and "12.50" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        (["--logs", "missing"], 65, "there is no log or folder missing"),
-        (["--logs", ".", "--output", "a.pdf"], 2, "name it .svg or .png"),
-        (["--logs", ".", "--json"], 2, "--json does not go with --logs"),
-        (["--table", "csv", "."], 2, "--table is the form of the table of --logs"),
-    ],
-)
-def test_wrong_words(tmp_path, monkeypatch, capsys, words, status, said):
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *words]) == status
-    assert said in capsys.readouterr().err

@@ -130,11 +130,8 @@ NOT_JSON, WRONG_KIND = "it is not JSON", "a value is not of the kind that its co
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        *((line, NOT_JSON) for line in ("garbage", "", "\0", "[" * 100_000, "\udcff")),
-        *(
-            (line, WRONG_KIND)
-            for line in ("3", json.dumps(step(1, 2, "many")), json.dumps(step(1, 2, None)))
-        ),
+        *((line, NOT_JSON) for line in ("garbage", "[" * 100_000, "\udcff")),
+        *((line, WRONG_KIND) for line in ("3", json.dumps(step(1, 2, "many")))),
         ('{"event": "step", "iteration": 2, "time": 1}', "'loss' is missing"),
         (json.dumps(step(1, 2, 5.0) | {"ms": "nan"}), "nan is not a time"),
         ('{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}', "inf is not a time"),
@@ -227,9 +224,7 @@ def test_output_elsewhere(tmp_path, capsys):
     "rows",
     [
         [],
-        ROWS[:1],
         ROWS[:2],
-        [start(1, 0), step(1, 1, "nan"), step(1, 2, "inf")],
         [{"event": "start", "attempt": 1, "iteration": 0}],
     ],
 )

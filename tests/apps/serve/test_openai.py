@@ -216,41 +216,25 @@ def test_chat_with_a_template() -> None:
 
 REFUSED = [
     ({"suffix": "end"}, "suffix"),
-    ({"n": 0}, "n"),
     ({"n": 129}, "n"),
-    ({"n": True}, "n"),
-    ({"n": 1.5}, "n"),
-    ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
-    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "9"}, "max_tokens"),
     ({"max_tokens": LENGTH}, "prompt"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 10**400}, None),
     ({"top_p": 2}, "top_p"),
     ({"logprobs": 99}, "logprobs"),
-    ({"logprobs": True}, "logprobs"),
     ({"stop": [""]}, "stop"),
-    ({"stop": ["x"] * 17}, "stop"),
-    ({"stop": 3}, "stop"),
     ({"stop": "x" * 201}, "stop"),
     ({"prompt": "x" * (512 * LENGTH + 1)}, "prompt"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
-    ({"frequency_penalty": "0.5"}, "frequency_penalty"),
     ({"logit_bias": {"50": -100}}, "logit_bias"),
-    ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"bogus": True}}, "bogus"),
-    ({"prompt": {}}, "prompt"),
-    ({"prompt": []}, "prompt"),
     ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
     ({"prompt": [257]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": ["a", "b"], "n": 100}, "n"),
-    ({"seed": "x"}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"bogus": 1}, "bogus"),
 ]
@@ -284,14 +268,8 @@ USER = {"role": "user", "content": "a"}
     ("body", "message"),
     [
         ({}, "messages must be a list of at least one message"),
-        ({"messages": []}, "messages must be a list of at least one message"),
-        ({"messages": ["a"]}, "messages[0] must have a role: system, developer, user, assistant"),
         ({"messages": [USER, {"role": "tool", "content": "a"}]}, "messages[1] must have a role"),
         ({"messages": [{"role": "user"}]}, "messages[0] must have text as content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0] must be",
-        ),
         (
             {
                 "messages": [
@@ -303,14 +281,6 @@ USER = {"role": "user", "content": "a"}
             },
             "messages[0].content[0] must be",
         ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
-            "must have text as content",
-        ),
-        (
-            {"messages": [{**USER, "tool_calls": []}]},
-            "messages[0] has tool_calls, which is not supported",
-        ),
         ({"messages": [{**USER, "name": "Ann"}]}, "messages[0] has name, which is not supported"),
         ({"messages": [USER], "top_logprobs": 2}, "top_logprobs needs logprobs"),
         (
@@ -321,8 +291,6 @@ USER = {"role": "user", "content": "a"}
             {"messages": [USER], "response_format": {"type": "json_object"}},
             "response_format is not supported",
         ),
-        ({"messages": [USER], "echo": True}, "argument supplied: echo"),
-        ({"messages": [USER], "truncation": "middle"}, "truncation must be auto"),
         (
             {"messages": [{"role": "user", "content": "a" * LENGTH}]},
             f"this model reads {LENGTH} tokens",

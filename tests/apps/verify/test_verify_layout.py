@@ -28,7 +28,7 @@ sys.exit(main(sys.argv[1:]))
 """
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TRAIN = """
-    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --lr 1e-3
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --lr 1e-3
     --micro-batch-size 1 --train-iters 2 --eval-iters 0 --mock-data --vocab-size 37 --device cpu --verify-layout 1
 """.split()
 

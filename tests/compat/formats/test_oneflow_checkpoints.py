@@ -33,8 +33,7 @@ MATRICES = {
 }
 
 
-@pytest.fixture(scope="module")
-def weights():
+def make_weights():
     """Return a GPT's weights for x @ w + b; the columns of qkv are [head, 3, head_dim]."""
     random = np.random.default_rng(0)
 
@@ -54,6 +53,11 @@ def weights():
         "final": (1 + draw(WIDTH), draw(WIDTH)),
         "layers": layers,
     }
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return make_weights()
 
 
 def logits(weights, tokens):
