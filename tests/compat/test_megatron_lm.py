@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import runpy
@@ -10,8 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -369,60 +366,6 @@ def test_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert script("tasks/main.py", "--task", "RACE", "--load", run) == 2
     assert "--task: 'RACE' is none of LAMBADA, WIKITEXT103" in capsys.readouterr().err
-
-
-class Api(BaseHTTPRequestHandler):
-    """Megatron-LM's server: answers PUT /api, and refuses a prompt that is empty."""
-
-    def do_PUT(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        (prompt,), tokens = asked["prompts"], asked["tokens_to_generate"]
-        good = self.path == "/api" and prompt and self.headers["Content-Type"] == "application/json"
-        key = self.headers.get("Authorization", "")
-        answer = (
-            {"text": [f"{prompt}{' é' * tokens}{key}"]}
-            if good
-            else {"message": "prompts[0] is empty"}
-        )
-        self.send_response(200 if good else 400)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def test_the_client_of_the_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It asks for a prompt and a length and prints the answer, as Megatron-LM's does."""
-    client, asks = (
-        "tools/text_generation_cli.py",
-        "Enter prompt: Enter number of tokens to generate: ",
-    )
-    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"localhost:{server.server_port}"
-        monkeypatch.setenv("http_proxy", "http://localhost:9")  # is for other addresses
-        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n2\n\nbye\nmany\n0\n"))
-        # The empty prompt is refused; nobody is there to type another one.
-        assert script(client, address) == 1
-        out, err = capsys.readouterr()
-        assert (
-            out
-            == f"{asks}Megatron Response: \nhello é é\n{asks}'bye' is not a whole number from 0\n"
-            + (
-                "Enter number of tokens to generate: 'many' is not a whole number from 0\n"
-                "Enter number of tokens to generate: Megatron Response: \n"
-            )
-        )
-        assert err == f"{address}: Error 400: prompts[0] is empty\n"
-        monkeypatch.setattr(sys, "stdin", io.StringIO("a\n1\nb\n"))
-        assert script(client, f"http://{address}/api", "--api-key", "k") == 0
-        assert "Response: \na éBearer k\n" in capsys.readouterr().out
-        server.shutdown()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n1\n"))
-    assert script(client, address) == 1 and "refused" in capsys.readouterr().err
 
 
 def launched(workspace: Path, name: str, *argv: str, **env: str) -> tuple[list[str], TrainConfig]:

@@ -181,12 +181,6 @@ def test_the_time_of_a_row_is_limited(tmp_path):
     )
 
 
-def test_a_missing_peer_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(peers.PACKAGES, "megatron-core", ("no_such.core", "no_such"))
-    found = peers.run_peer("megatron-core", ROW, BenchPlan(tmp_path))
-    assert found["failed"] == "not measured: pip install no_such-core no_such"
-
-
 @pytest.mark.parametrize("more", ["", '("done", 4, 0.0)'])
 def test_peers_beside_a_row(more, tmp_path, monkeypatch):
     """The best micro-batch counts, also if time or memory end before its longer run."""

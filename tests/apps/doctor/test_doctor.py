@@ -159,25 +159,6 @@ def test_an_accelerator_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row.level == "note" and row.text.startswith("Apple's GPU is not used")
 
 
-def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.gettempdir", fail)
-    row = found(list(doctor._storage()))["temporary"]
-    assert row.level == "problem" and "set TMPDIR" in row.text
-
-
-def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (
-        devices.why_no_device() == "CUDA_VISIBLE_DEVICES= hides all"
-        and devices.torch_build() == "CUDA 13.0"
-    )
-
-
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "CGROUP", tmp_path)
     monkeypatch.setattr(host, "cores", lambda: 16)

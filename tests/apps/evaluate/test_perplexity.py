@@ -1,6 +1,5 @@
 """Scoring text: each token once with any windows and batches; input files."""
 
-import contextlib
 import json
 import math
 import random
@@ -11,9 +10,8 @@ import torch
 
 from helpers import train_on_texts
 from meshwright.__main__ import main
-from meshwright.apps.evaluate.perplexity import Score, score_texts
+from meshwright.apps.evaluate.perplexity import Score
 from meshwright.config.schema import Model, TokenizerFlags
-from meshwright.data import tokenizers
 from meshwright.data.windows import Window, window_spans
 from meshwright.generation import language_model
 from meshwright.model.gpt import GPT
@@ -59,10 +57,6 @@ def score(run, capsys):
     return call
 
 
-def plain_loss(model, ids, length, stride):
-    return sum(loss for _, loss in plain_losses(model, ids, length, stride))
-
-
 def plain_losses(model, ids, length, stride):
     """Yield the nats of ids[1:], one token at a time, each with the context of its window."""
     end = length
@@ -85,8 +79,11 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     model = language_model.load_model(
         str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")
     ).model
+    by_range = defaultdict(list)
     with torch.no_grad():
-        nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
+        for column, loss in plain_losses(model, [256, *raw], LENGTH, LENGTH // 2):
+            by_range[column.bit_length()].append(loss)
+    nats = sum(map(sum, by_range.values()))
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (
         len(raw),
         len(raw),
@@ -95,6 +92,9 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     assert got["loss"] == pytest.approx(nats / len(raw), rel=1e-9)
     assert got["perplexity"] == pytest.approx(math.exp(nats / len(raw)), rel=1e-9)
     assert got["bits_per_byte"] == pytest.approx(nats / len(raw) / math.log(2), rel=1e-9)
+    means = [sum(losses) / len(losses) for _, losses in sorted(by_range.items())]
+    assert list(got["by_position"].values()) == pytest.approx(means, rel=1e-9)
+    assert list(got["by_position"]) == range_names(LENGTH)
     path.write_text("QZ#%XW!" * 5)
     assert score("--input", path)[1]["loss"] > 3 > got["loss"]  # it knows its own text better
 
@@ -189,39 +189,6 @@ def test_windows_count_every_token_once():
                     assert begin == 0 or end - begin == length
                     counted += range(first, end)
                 assert counted == list(range(n))
-
-
-def test_score_against_a_plain_computation():
-    """Documents of many lengths, several strides, padded batches."""
-    torch.manual_seed(0)
-    model = (
-        GPT(Model(num_layers=1, hidden_size=8, num_attention_heads=2), 257, 260, 9).double().eval()
-    )
-    documents = ["", "a", "ab", "aß" * 4, "x" * 9, "y" * 10, "zum Beispiel so", ""]
-    with torch.no_grad():
-        for length, stride in ((9, 4), (5, 1), (1, 1)):
-            want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
-            for batch in (1, 3, 50):
-                got = score_texts(
-                    window_losses.plain_scorer(model),
-                    tokenizers.Bytes(),
-                    documents,
-                    length,
-                    stride,
-                    batch,
-                )
-                assert got.total_loss == pytest.approx(want, rel=1e-10)
-                assert (
-                    got.tokens == got.bytes == sum(len(d.encode()) for d in documents)
-                    and got.documents == 8
-                )
-                by_range = defaultdict(list)
-                for d in documents:
-                    for column, loss in plain_losses(model, [256, *d.encode()], length, stride):
-                        by_range[column.bit_length()].append(loss)
-                means = [sum(losses) / len(losses) for _, losses in sorted(by_range.items())]
-                assert list(got.by_position.values()) == pytest.approx(means, rel=1e-10)
-                assert list(got.by_position) == range_names(length)
 
 
 def small_model():
@@ -359,24 +326,6 @@ def test_limit_is_that_of_documents(score, tmp_path):
     assert limited == all_of_few and limited["documents"] == 2
     status, _, err = score("--eval-tasks", f"wikitext={tmp_path}/a.jsonl", "--limit", 2)
     assert status == 2 and "--limit 2: WikiText is one text" in err
-
-
-def test_a_bar_follows_the_windows_of_each_document(score, monkeypatch, tmp_path):
-    """Whatever their lengths, documents add up to the total; a micro-batch is a step of the bar."""
-    steps = []
-
-    @contextlib.contextmanager
-    def bar(description, total, of):
-        steps.append((description, total, of))
-        yield steps.append
-
-    monkeypatch.setattr("meshwright.apps.evaluate.checkpoints.progress_bar", bar)
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 3, 2))
-    )
-    assert score("--input", tmp_path / "a.jsonl", "--micro-batch-size=1")[0] == 0
-    head, *shares = steps
-    assert head == ("scoring", 3, "percent") and len(shares) > 9 and sum(shares) == pytest.approx(3)
 
 
 def test_the_repr_of_a_score_has_its_measures():

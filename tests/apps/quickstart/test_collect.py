@@ -1,6 +1,5 @@
 """What is held out, how long documents are cut, and what is too little."""
 
-import dataclasses
 import json
 import random
 import re
@@ -10,7 +9,7 @@ import zstandard
 
 from helpers import error_of
 from meshwright.apps.quickstart import collect
-from meshwright.apps.quickstart.collect import InputDocuments, cut_document
+from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import limits
@@ -76,13 +75,6 @@ def test_some_of_a_large_text_in_few_parts_is_held_out(tmp_path, monkeypatch, se
     assert 1 <= facts.held_out_parts < 4 and len(sides(tmp_path)[1]) == facts.held_out_parts
 
 
-def test_cutting_loses_nothing():
-    for one in ("x" * 1000, "line\n" * 300, "a b\n\n" * 300):
-        assert "".join(cut_document(one, 100)) == one
-        assert all(len(part) <= 100 for part in cut_document(one, 100))
-    assert all(part.endswith("b\n\n") for part in cut_document("a b\n\n" * 300, 100))
-
-
 def test_a_large_text_has_a_sample_for_the_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "SAMPLE_BYTES", 20_000)
     facts = collect.collect([words(100, seed) for seed in range(1000)], tmp_path)
@@ -95,24 +87,6 @@ def test_too_little_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="too few to learn from; give at least 20,000") as caught:
         collect.collect([words(1000)], tmp_path)
     assert caught.value.status == BAD_DATA
-
-
-def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "PIECE", 1 << 16)
-    file = tmp_path / "big.jsonl"
-    with file.open("w") as out:
-        for n in range(8000):
-            out.write(json.dumps({"text": f"{n} " + "word " * 200}) + "\n")
-    everything = documents_of(file)
-    assert sum(1 for _ in everything) == 8000 and not everything.is_sample
-    documents = documents_of(file, 4_000_000)
-    numbers = [int(one.split()[0]) for one in documents]
-    assert (
-        documents.is_sample
-        and 1500 < len(numbers) < 6500
-        and min(numbers) < 1000
-        and max(numbers) > 7000
-    )
 
 
 @pytest.mark.parametrize("name", ["one.txt", "one.txt.zst", "two/long.jsonl"])
@@ -135,15 +109,6 @@ def test_a_document_larger_than_the_limit_is_cut(tmp_path, monkeypatch, name):
     numbers = [int(n) for part in drawn for n in re.findall(r"\d+", part)]
     assert min(numbers) < 1000 and max(numbers) > 4000
     assert len(set(drawn)) == len(drawn) and all(part in text + "short" for part in drawn)
-
-
-def test_a_sample_says_that_it_is_one(tmp_path):
-    (tmp_path / "one.txt").write_text(words(100_000))
-    documents = documents_of(tmp_path / "one.txt", 100_000)
-    facts = collect.collect(documents, tmp_path, 100_000)
-    facts = dataclasses.replace(facts, is_sample=documents.is_sample)
-    assert facts.describe().startswith("more text than can be read in the time; a sample of ")
-    assert 0.03 < facts.held_out_bytes / facts.train_bytes < 0.1  # both are drawn
 
 
 def test_an_earlier_quickstart_in_the_folder_is_no_text(tmp_path):

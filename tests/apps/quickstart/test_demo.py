@@ -11,7 +11,7 @@ from meshwright.__main__ import main
 from meshwright.apps.quickstart import demo, own_text, plan, shell, start, tour
 from meshwright.apps.quickstart.plan import Size
 from meshwright.apps.quickstart.tour import compare_with_trigram
-from meshwright.base.errors import BAD_DATA, LOCKED, UserError
+from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 
@@ -117,30 +117,6 @@ def test_it_stops_half_way_once(tmp_path, monkeypatch, steps, begun, stops):
     stub.commands = []
     own_text.train_in_time(stub, progress, own_text.Deadline(4), own_text.Showing(resumes=True))
     assert stub.commands == [["train", "--train-iters", "100"]] * (2 if stops else 1)
-
-
-def test_only_its_own_folder(library, tmp_path, capsys, monkeypatch):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.txt").write_text("three years")
-    assert main(["demo", "full", "--device", "cpu"]) == LOCKED
-    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
-
-    # With --overwrite, what the user put into a demo's folder stays, and so does the model.
-    monkeypatch.setattr(start, "make_model", lambda *given: None)
-    argv = ["demo", "--device", "cpu"]
-    assert main(argv) == 0
-    (tmp_path / "demo/run/iter_0000001").mkdir(parents=True)
-    (tmp_path / "demo/train.jsonl").write_text("old")
-    (tmp_path / "demo/notes.txt").write_text("mine")
-    assert main(argv) == LOCKED
-    assert main([*argv, "--overwrite"]) == 0
-    names = [".lock", ".meshwright-demo", "notes.txt", "run-1"]
-    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == names
-    out = capsys.readouterr().out
-    assert "starting again" in out and "its model is kept in demo/run-1" in out
-    (tmp_path / "demo/run").mkdir()
-    assert main([*argv, "--overwrite"]) == 0
-    assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
 
 
 def test_a_python_without_its_library(library, capsys):

@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 import shlex
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -377,18 +376,6 @@ def test_an_app_that_is_missing_is_named_before_the_work(
     assert not (tmp_path / "my notes-model").exists()
 
 
-def test_another_package_may_predict(tmp_path, monkeypatch):
-    made = tour.Tour(tmp_path, "log", "cpu")
-    said = SimpleNamespace(need=10, tokens_per_second=7.0)
-    monkeypatch.setattr(registry, "_ours", lambda: {})
-    monkeypatch.setattr(registry, "_others", lambda: {"apps": {"predict": "stranger:predict"}})
-    monkeypatch.setitem(
-        sys.modules, "stranger", SimpleNamespace(predict=lambda config, profile, vocabulary: said)
-    )
-    expected = functools.partial(own_text.expected_speed, made, 1024, own_text.load_profile("h100"))
-    assert expected(11.0, plan.SIZES[-1]) == 7.0 and expected(9.0, plan.SIZES[-1]) == 0.0
-
-
 def test_what_is_passed_over_is_said(tmp_path, capsys):
     for n in range(30):
         (tmp_path / f"{n}.md").write_text(f"text {n} " * 200)
@@ -406,15 +393,6 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
         "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
     )
     assert "30 documents: 2" in out and " to learn from (" in out and " held out (" in out
-
-
-def test_the_fewest_steps_are_explained():
-    machine = plan.MeasuredSpeed(plan.SIZES[0], 1000.0, lambda size: 1.0)
-    planned = plan.plan_training(10**6, machine, 3)
-    said = own_text.describe_plan(planned, machine, 10**6, 512, 3)[1]
-    assert said.endswith(
-        "the fewest that make a run: they take about 20 s, and about 3 s are left for it"
-    )
 
 
 def test_the_lines_of_a_training_say_each_thing_once():

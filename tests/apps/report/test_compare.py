@@ -68,41 +68,6 @@ def test_numbers(run, capsys):
     assert itself["first"] is None and {r["after"] for r in itself["reached"]} == {640}
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_scores_of_tasks_are_compared(run, capsys):
-    """The last ones; a run without a task's score has none there."""
-    scores = [
-        {"event": "scores", "attempt": 1, "iteration": i, "scores": {"lambada/acc": i / 20}}
-        for i in (5, 10)
-    ]
-    a, b = (
-        run("a", [*A, *scores]),
-        run("b", [*B, {**scores[0], "scores": {"lambada/acc": 0.5, "wiki/ppl": 1234.5}}]),
-    )
-    assert [r["scores"] for r in compared(capsys, a, b)[1]["runs"]] == [
-        {"lambada/acc": 0.5},
-        {"lambada/acc": 0.5, "wiki/ppl": 1234.5},
-    ]
-    assert main(["report", a, b]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["final", "lambada/acc", "0.5000", "0.5000"] in lines and [
-        "final",
-        "wiki/ppl",
-        "-",
-        "1,234.5000",
-    ] in lines
-    assert "final wiki/ppl" in Page(Path(a, "compare.html").read_text()).said
-
-
-def test_mean_of_the_last_tenth_of_many(run, capsys):
-    a, b = (
-        run(n, [step(i, i + (extra if i > 90 else 0)) for i in range(1, 101)])
-        for n, extra in (("a", 0), ("b", -0.5))
-    )
-    (d,) = compared(capsys, a, b)[1]["differences"]
-    assert d["mean_of_last_tenth"] == -0.5 and d["largest"] == {"loss": -0.5, "iteration": 91}
-
-
 def test_the_training_loss_counts_where_there_is_no_validation(run, capsys):
     """Its median: a spike downwards has not reached anything."""
     a = run("a", [step(i, 5 - i / 100) for i in range(1, 201)])

@@ -339,14 +339,3 @@ def test_one_definition_of_each_final_figure(tmp_path, capsys):
     assert (first["final_validation"], first["best_validation"]) == (4.25, 4.0)
     assert found["differences"][0]["validation"] == {"50": 0.0, "100": 0.0}
     assert final_loss([5.0] * 1000 + [4.0] * 20, 1000) == (4.0, 20)  # a fiftieth of a long run
-
-
-@pytest.mark.parametrize("losses", [["nan"], []])
-def test_the_legend_names_only_what_is_drawn(tmp_path, losses):
-    folder = run_folder(
-        tmp_path, [start(1, 0), *(step(1, i, loss) for i, loss in enumerate(losses, 1))]
-    )
-    said = Page(write_report(folder).read_text()).said
-    assert "training" not in said.split("Learning rate")[0].split("Loss")[-1] and (
-        "not finite" in said
-    ) == bool(losses)

@@ -225,29 +225,12 @@ def test_a_large_header_is_refused(hasty: Site) -> None:
 # Time
 
 
-def drip(s: socket.socket, data: bytes, seconds: float) -> float:
-    """Send a byte now and then; return after how long the server closed the connection."""
-    began, at = time.monotonic(), 0
-    s.settimeout(0.05)
-    while time.monotonic() - began < seconds:
-        try:
-            s.send(data[at : at + 1])
-            at += 1
-            if not s.recv(1000):
-                break
-        except TimeoutError:
-            continue
-        except OSError:
-            break
-    return time.monotonic() - began
-
-
 def slow_clients(running: Site) -> list[socket.socket]:
-    """Open 80 connections: silent, with a slow header or body, or slow after a first request."""
+    """Open 200 connections: silent, with a slow header or body, or slow after a first request."""
     header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     begins = [b"", header[:9], post(b'{"prom', length=50), header + header[:9]]
     opened = []
-    for number in range(80):
+    for number in range(200):
         s = running.connect()
         s.setblocking(False)
         s.send(begins[number % 4])
@@ -286,7 +269,7 @@ def test_slow_clients_are_closed(hasty: Site, figures: Callable[..., None]) -> N
             if is_closed(s):
                 del slow[number]
         time.sleep(0.05)
-    figures(slow_left=f"{len(slow)}/80", health_seconds=times)
+    figures(slow_left=f"{len(slow)}/200", health_seconds=times)
     assert not slow, len(slow)
     wait_until(lambda: hasty.scheduler.seats == 0)
 

@@ -162,7 +162,10 @@ def test_a_failed_run_names_its_log_and_is_tried_again(folder: Path) -> None:
     assert make(folder, ["1"]).run([{}]) == 0
 
 
-def test_the_table_is_sorted_and_seeds_are_one_line(folder: Path) -> None:
+@pytest.mark.flag("sweep.json")
+def test_the_table_is_sorted_and_seeds_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grid = read_space(["lr=2,1", "seed=1,2"], []).points(1, 0)
     runs = sweep.join_runs(folder, list(grid), [])
     for run, loss in zip(runs.values(), (4.0, 5.0, 3.0, 3.5), strict=True):
@@ -176,6 +179,9 @@ def test_the_table_is_sorted_and_seeds_are_one_line(folder: Path) -> None:
     ]
     assert results.table(swept)[1].split() == "1 3.2500 0.3536 2 3.0000 160 0.2 s done".split()
     assert results.write_picture(folder, swept).read_text().count("lr") >= 1
+    show_results(folder, list(runs.values()), True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["point"] for row in rows] == [{"lr": "1"}, {"lr": "2"}]
 
 
 def test_results_may_diverge_and_have_any_letters(folder: Path) -> None:
@@ -248,24 +254,6 @@ def test_every_run_is_checked_before_one_starts(
     assert [
         line.split("--seed=")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]
     ] == ["1235"]
-
-
-def test_the_files_of_every_run_are_checked_before_one_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that is wrong is listed, and no folder is left."""
-    monkeypatch.chdir(tmp_path)
-    flags = [word for word in TINY_FLAGS if word != "--mock-data"]
-    assert main(["sweep", "s", "--grid", "data-path=a,b lr=1e-3,2e-3", "--", *flags]) == 65
-    error = capsys.readouterr().err
-    assert (
-        "data-path=a,lr=0.001: data a: missing a.bin and a.idx" in error
-        and "data-path=b,lr=0.001: data b" in error
-    )
-    assert "lr=0.002" not in error and not (tmp_path / "s").exists()  # the same files
-    assert main(["sweep", "s", "--grid", "num-attention-heads=5,7", "--", *TINY_FLAGS]) == 2
-    error = capsys.readouterr().err
-    assert "heads=5: " in error and "heads=7: " in error and not (tmp_path / "s").exists()
 
 
 def test_a_start_that_trained_nothing_binds_no_later_one(folder: Path) -> None:
@@ -379,21 +367,6 @@ def test_a_record_gives_no_flag_for_one_start(
     (tmp_path / sweeps.RECORD).write_text(text)
     assert main(["sweep", str(tmp_path), "--dry-run"]) == USAGE
     assert "--trust-pickle is for one start, not for a run; leave it out" in capsys.readouterr().err
-
-
-@pytest.mark.flag("sweep.json")
-def test_the_table_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = read_space(["lr=2,1"], []).points(1, 0)
-    runs = sweep.join_runs(folder, list(grid), [])
-    for run in runs.values():
-        write_run(folder / run.name, float(run.point["lr"]))
-        run.state = "done"
-        run.read(folder)
-    show_results(folder, list(runs.values()), True)
-    assert [row["point"] for row in json.loads(capsys.readouterr().out)] == [
-        {"lr": "1"},
-        {"lr": "2"},
-    ]
 
 
 def test_flags_of_train_stay_those_of_the_first_start(tmp_path: Path) -> None:
