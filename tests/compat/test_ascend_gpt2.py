@@ -16,20 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import fakes
 from blocks import block, covers
 from documents import (
     ROOT,
-    ROUNDING,
-    SEED_001,
-    as_one_process,
-    assert_same,
     by_deepspeed,
     shell,
-    smaller,
     started,
-    steps,
 )
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -37,61 +32,6 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.runtime.launch.launcher import LaunchPlan
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "pp", "heads", "micro", "batch", "scale"),
-    [
-        ("1.3b", 2, 2, 16, 2, 4, 0),
-        ("3.7b", 2, 2, 32, 1, 2, 0),
-        ("345m-without-mp", 1, 1, 16, 2, 8, 65536),
-    ],
-)
-@pytest.mark.long  # the drop-in's own ranks train in test_train
-def test_seed_001(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    tp: int,
-    pp: int,
-    heads: int,
-    micro: int,
-    batch: int,
-    scale: int,
-) -> None:
-    """Three of its sizes on half its devices: heads and parallel sizes, micro-batches a step,
-    recomputing, loss scales.
-    """
-    file = {
-        "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": micro,
-        "steps_per_print": 1,
-        "zero_optimization": {"stage": 0},
-        "gradient_clipping": 1.0,
-        "prescale_gradients": True,
-        "fp16": {
-            "enabled": True,
-            "loss_scale": scale,
-            "loss_scale_window": 500,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-            "initial_scale_power": 12,
-        },
-        "wall_clock_breakdown": False,
-    }
-    (place / "ds_config.json").write_text(json.dumps(file))
-    text = SEED_001.format(
-        tp=tp, pp=pp, layers=4, hidden=64, heads=heads, seq=32, micro=micro, batch=batch
-    )
-    text = smaller(text, num_attention_heads=heads, hidden_size=64, num_layers=4, log_interval=1)
-    if scale:
-        text = text.replace("--deepspeed-activation-checkpointing", "")
-    flags = [f"--preset=ascend-{name}", *text.replace("ckpts/ckpts_tmp", f"ckpts/{name}").split()]
-    ends, logs = by_deepspeed(place, [flags], 4)
-    assert ends == [0] * 4, "\n".join(logs)
-    assert f"tensor-model-parallel size: {tp}, pipeline-model-parallel size: {pp}" in logs[0]
-    assert f"loss scale: {scale or 4096}.0" in logs[0]
-    assert_same(steps(place / "ckpts" / name), as_one_process(place, flags, monkeypatch), ROUNDING)
 
 
 # The drop-in
@@ -118,14 +58,21 @@ def written(folder: Path, name: str, script: str) -> Path:
     return folder
 
 
-# TP, PP, width, layers, length, heads, global and micro-batch, rates, recomputation, loss scale
-TABLE = {
-    "345M": (1, 2, 1024, 24, 1024, 16, 16, 4, 1.5e-4, 1.5e-5, "full", None),
-    "1.3B": (2, 2, 2048, 24, 1024, 16, 32, 8, 2e-4, 2e-5, "full", None),
-    "2.7B": (2, 2, 2560, 32, 2048, 32, 32, 8, 1.6e-4, 1.6e-5, "full", None),
-    "3.7B": (2, 2, 3072, 32, 2048, 32, 16, 4, 1.2e-4, 1.2e-5, "full", None),
-    "345M_without_mp": (1, 1, 1024, 24, 1024, 16, 64, 8, 1.5e-4, 1e-5, None, 65536.0),
-}
+TABLE = yaml.safe_load("""
+    columns: tensor_model_parallel_size pipeline_model_parallel_size hidden_size num_layers seq_length
+      num_attention_heads batch micro lr min_lr recompute_granularity loss_scale
+    345M: [1, 2, 1024, 24, 1024, 16, 16, 4, 1.5e-4, 1.5e-5, full, null]
+    1.3B: [2, 2, 2048, 24, 1024, 16, 32, 8, 2.0e-4, 2.0e-5, full, null]
+    2.7B: [2, 2, 2560, 32, 2048, 32, 32, 8, 1.6e-4, 1.6e-5, full, null]
+    3.7B: [2, 2, 3072, 32, 2048, 32, 16, 4, 1.2e-4, 1.2e-5, full, null]
+    345M_without_mp: [1, 1, 1024, 24, 1024, 16, 64, 8, 1.5e-4, 1.0e-5, null, 65536.0]
+    full: {train_iters: 500000, lr_decay_iters: 320000}
+    performance: {train_iters: 300, lr_decay_iters: 300}
+    common: {initial_loss_scale: 4096, loss_scale_window: 500, lr_decay_style: cosine,
+      lr_warmup_fraction: 0.01, weight_decay: 0.01, clip_grad: 1.0, hidden_dropout: 0,
+      attention_dropout: 0, seed: 1234, split: "949,50,1", num_workers: 16, zero_stage: 0, fp16: true,
+      eval_interval: 1000, eval_iters: 10, log_interval: 100, steps_per_print: 1}
+""")
 # In place of python3: it records its arguments and prints what LINES holds.
 RECORDER = """#!/bin/sh
 printf '%s\\0' "$@" "" >> "$ARGS"
@@ -218,7 +165,7 @@ def test_train(place: Path, system: Path, tmp_path: Path, recorded: str) -> None
 
 @pytest.mark.parametrize(
     ("size", "kind"),
-    [("345M", "full"), ("3.7B", "full"), ("345M_without_mp", "full"), ("1.3B", "performance")],
+    [*((size, "full") for size in TABLE if size[0].isdigit()), ("1.3B", "performance")],
 )
 def test_settings_of_each_size(
     place: Path, system: Path, tmp_path: Path, recorded: str, size: str, kind: str
@@ -236,48 +183,11 @@ def test_settings_of_each_size(
     assert words[:6] == ["-m", "meshwright", "launch", "--nproc-per-node", "8", "train"]
     argv = [str(system / w) if w.startswith(("ckpts/", "test/")) else w for w in words[6:]]
     c = flags.parse_settings(TrainConfig, [*argv, "--world-size", "8"], "meshwright train").config
-    m, t, p = c.model, c.training, c.parallel
-    got = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        m.hidden_size,
-        m.num_layers,
-    )
-    got += (
-        c.data.seq_length,
-        m.num_attention_heads,
-        c.global_batch,
-        c.micro_batch,
-        c.optimizer.lr,
-        c.optimizer.min_lr,
-    )
-    assert (*got, t.recompute_granularity, c.precision.loss_scale) == TABLE[size]
-    assert (c.precision.initial_loss_scale, c.precision.loss_scale_window) == (4096, 500)
-    length = {"full": (500000, 320000), "performance": (300, 300)}[kind]
-    assert (t.train_iters, c.optimizer.lr_decay_iters) == length
-    common = (
-        c.optimizer.lr_decay_style,
-        c.optimizer.lr_warmup_fraction,
-        c.optimizer.weight_decay,
-        c.optimizer.clip_grad,
-    )
-    assert common == ("cosine", 0.01, 0.01, 1.0) and (
-        m.hidden_dropout,
-        m.attention_dropout,
-        t.seed,
-    ) == (0, 0, 1234)
-    assert (str(c.data.split), c.data.num_workers, p.zero_stage, c.precision.fp16) == (
-        "949,50,1",
-        16,
-        0,
-        True,
-    )
-    assert (t.eval_interval, t.eval_iters, c.logging.log_interval, c.logging.steps_per_print) == (
-        1000,
-        10,
-        100,
-        1,
-    )
+    seen = flags.to_dict(c) | {"batch": c.global_batch, "micro": c.micro_batch}
+    names = TABLE["columns"].split()
+    assert [seen[name] for name in names] == TABLE[size]
+    expected = TABLE["common"] | TABLE[kind]
+    assert {name: seen[name] for name in expected} == expected
     saved = ("ckpts/ckpts_tmp", 100000) if kind == "full" else (None, None)
     if kind == "full":
         other = "1.3B" if size == "345M" else "345M"

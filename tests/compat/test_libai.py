@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 import fakes
 from blocks import block, covers
-from documents import ROOT, ROUNDING, assert_same, by_deepspeed, run, shell, steps
+from documents import ROOT, by_deepspeed, run, shell, steps
 from helpers import free_port
 from meshwright.base.errors import UserError
 from meshwright.data.files.indexed import Indexed
@@ -84,34 +84,6 @@ def given_to_ranks(clone: Path, line: str) -> list[str]:
     words = shlex.split(shell(clone, PRINT + line).splitlines()[1])
     assert words[:3] == ["-m", "meshwright", "launch"]
     return words[words.index("--config-file") :]
-
-
-@pytest.mark.long  # four ranks
-def test_two_nodes_with_equal_arguments(clone: Path, tool: Any) -> None:
-    """PP4 on two nodes of two ranks: fp16, recomputing, each layer on its stage."""
-    first, second = (
-        given_to_ranks(clone, line)
-        for line in lines(2, **{"60 1920": "2 8", "2 4 true": "1 4 true"})
-    )
-    first, second = (
-        [word for word in words if "output_dir" not in word] for words in (first, second)
-    )
-    assert first == second and first[1] == CONFIG and "train.dist.pipeline_parallel_size=4" in first
-    stages = block("benchmarks/libai-pipeline-stages").replace(" * 6", "").replace(" ", "").strip()
-    own = [*first, "train.output_dir=logs/two", stages]
-    # by their clocks
-    nodes = [[*own, f"train.output_dir=logs/two_20261122_10000000{node}"] for node in range(2)]
-    ends, logs = by_deepspeed(clone, nodes, 2, "tools/train_net.py")
-    assert ends == [0] * 4, "\n".join(logs)
-    assert "tensor-model-parallel size: 1, pipeline-model-parallel size: 4" in logs[0]
-    assert "loss scale: 65536.0" in (clone / "logs/two/log.txt").read_text()
-    words = [word for word in own[2:] if "=" in word]
-    flags, _ = flags_of(tool, [*words, "train.dist.pipeline_parallel_size=1"])
-    flags[flags.index("--run-dir") + 1] = "logs/one"
-    from meshwright.__main__ import main
-
-    assert main(["train", *flags]) == 0
-    assert_same(steps(clone / "logs/two"), steps(clone / "logs/one"), ROUNDING)
 
 
 def test_oneflows_launcher(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,21 +245,6 @@ def test_a_dialogue_through_the_deepspeed_launcher(
     assert "generation runs on rank 0; this rank has nothing to do" in out
 
 
-PREPROCESS = ("megatron-deepspeed/preprocess", "oneflow-gpt/preprocess")
-
-
-@pytest.mark.parametrize("name", PREPROCESS)
-@covers(*PREPROCESS)
-def test_preprocess_commands(place: Path, name: str) -> None:
-    prefix = re.search(r"--output-prefix (\S+)", block(name))[1]  # type: ignore[index]
-    for ending in ("bin", "idx", "origin.json"):
-        (place / f"{prefix}_text_document.{ending}").unlink(missing_ok=True)
-    out = shell(place, block(name))
-    assert "Processed 60 documents" in out
-    assert (place / f"{prefix}_text_document.bin").stat().st_size > 0
-    assert (place / f"{prefix}_text_document.idx").stat().st_size == 34 + 60 * 12 + 61 * 8
-
-
 @pytest.mark.parametrize("page", ["docs/from-deepspeed.md", "docs/zh/from-deepspeed.md"])
 def test_the_page_names_each_key_that_counts(page: str) -> None:
     text = (ROOT / page).read_text()

@@ -194,22 +194,6 @@ def test_extras_and_the_line_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert verdict[at + 1] == f"  {sys.executable} -m pip install 'meshwright[wandb]'"
 
 
-def test_a_command_to_copy_is_one_line() -> None:
-    """Whatever its length, in the verdict and at the end of a fact, which is broken before it."""
-    in_verdict = f"/{'a' * 60}/python -m pip install -e '/b/meshwright[wandb]'"
-    facts = [
-        Fact("Extras", "wandb", "not installed", "note", {"install": in_verdict}),
-        Fact(
-            "Compute",
-            "torch",
-            f"does not load: {'a reason ' * 5}; pip install 'torch>=2.11,<2.16'",
-            "problem",
-        ),
-    ]
-    lines = doctor.fact_table(facts, doctor.conclude(facts))
-    assert f"    {in_verdict}" in lines and f"{' ' * 16}pip install 'torch>=2.11,<2.16'" in lines
-
-
 def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("a / overlay rw 0 0\nb /data nfs4 rw 0 0\nc /data/my\\040disk ext4 rw 0 0\n")

@@ -86,33 +86,11 @@ def malformed(rng: random.Random) -> bytes:
         lambda: post(b"[" * 5000),
         lambda: post(b'{"prompt": "\xff\xfe"}'),
         lambda: post(b'{"prompt": "\\ud800"}'),
-        lambda: post(json.dumps({**good, rng.choice(list(NUMBERS)): huge}).encode()),
-        lambda: post(
-            json.dumps(
-                {**good, rng.choice(list(NUMBERS)): rng.choice([[], {}, "1", True])}
-            ).encode()
-        ),
-        lambda: post(
-            json.dumps(
-                {**good, "prompt": rng.choice([{}, [[]], [0.5], [10**9], [None], 7])}
-            ).encode()
-        ),
+        lambda: post(json.dumps({**good, "temperature": huge}).encode()),
         lambda: post(json.dumps({**good, "\x00": 1}).encode()),
         lambda: post(rng.choice([b"null", b"[]", b"3", b'"a"', b"", b"{}{}", b'{"prompt": NaN}'])),
     ]
     return rng.choice(kinds)()
-
-
-NUMBERS = (
-    "n",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "logprobs",
-    "best_of",
-    "min_p",
-    "repetition_penalty",
-)
 
 
 def memory() -> int:

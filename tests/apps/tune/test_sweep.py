@@ -449,25 +449,3 @@ def test_a_folder_alone_goes_on_with_the_words_of_the_first_start(
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
         "--keep-last=1"
     ] * 2
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("metrics.jsonl", '"train_iters": 1', f'"train_iters": {10**400}'),
-        ("config.toml", "", f"[data]\nseq_length = {10**400}\n"),
-    ],
-)
-def test_numbers_of_no_run_end_no_sweep(tmp_path: Path, name: str, old: str, new: str) -> None:
-    run = sweep.SweepRun("a", {"lr": "1e400"}, "done")
-    other = sweep.SweepRun("b", {"lr": "1"}, "done")
-    for each in (run, other):
-        write_run(tmp_path / each.name, 3.0)
-    path = tmp_path / "a" / name
-    text = path.read_text() if path.exists() else ""
-    assert old in text
-    path.write_text(text.replace(old, new) if old else new)
-    made = sweep.Sweep(sweep.SweepPlan(tmp_path, stop_at=(0.5,)), {"a": run, "b": other}, [])
-    for each in (run, other):
-        made.note_rungs(each)
-    assert results.write_picture(tmp_path, results.swept_points([run, other])).stat().st_size

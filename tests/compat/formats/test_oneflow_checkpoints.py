@@ -288,7 +288,6 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
         (folder / qkv / "out").symlink_to(folder.parent / "elsewhere")
 
     state, inner = libai_state(weights, True), "GPT_model.transformer."
-    norm = inner + "layers.{}.input_layernorm.bias"
     outside = {
         "protocol_version": 1,
         "data": {next(iter(state)): flow_tensor(path="../../elsewhere")},
@@ -298,14 +297,9 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
         (lambda f: (f / qkv / "out").write_bytes(b"x"), "1 bytes, by meta it has"),
         (link, "not a plain file"),
         (
-            lambda f: (f / qkv / "meta").write_text("shape {\n dim: 1\n}\ndata_type: kOFRecord"),
-            "not a shape",
-        ),
-        (
             libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}),
             "ln_f.bias: .3., expected .24.",
         ),
-        (libai(state | {norm.format(10**12): state[f"{inner}layernorm_f.bias"]}), "no place"),
         (libai(state, pickled_data=pickle.dumps(outside)), "not a plain folder"),
         (libai(state, pickled_data=b"cos\nsystem\n(S'true'\ntR."), "os.system|posix.system"),
     ]:
