@@ -208,6 +208,7 @@ def test_peers_beside_a_row(more, tmp_path, monkeypatch):
     assert table.describe_peer(found).endswith("micro-batch 4; 2: 10; 8: too large)")
 
 
+@pytest.mark.long  # imports transformers
 def test_a_step_of_transformers(tmp_path):
     """The real program, in this process: it learns its four batches by heart."""
     pytest.importorskip("transformers")

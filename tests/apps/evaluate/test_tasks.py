@@ -188,10 +188,8 @@ def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
     assert "lambada accuracy" in shown and "wikitext adjusted perplexity" in shown
     alone = evaluate(tasks, "--steps=10")[1]
     assert [r["values"] for r in alone] == [r["values"] for r in results[:2]]
-    both = evaluate(
-        tasks, trained / "iter_0000010", "--picture", tmp_path / "two.png", json_lines=False
-    )
-    assert both[0] == 0 and str(trained) in both[1] and (tmp_path / "two.png").stat().st_size > 1000
+    both = evaluate(tasks, trained / "iter_0000010", json_lines=False)
+    assert both[0] == 0 and str(trained) in both[1]
 
 
 def on_two_ranks(run, spec, out):

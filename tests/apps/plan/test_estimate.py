@@ -18,12 +18,10 @@ PADDED = 50_304
 MODEL = "--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 --lr 1e-4 --train-iters 10"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-query-groups 4"
 ALONE = [  # flags, and the number of ranks
-    ("", 1),
     (f"{STILL} --untie-embeddings-and-output-weights {LLAMA}", 1),
     ("--recompute-granularity full --recompute-num-layers 4", 1),
     ("--tensor-model-parallel-size 4 --sequence-parallel --zero-stage 1", 8),
     ("--zero-stage 3", 4),
-    (f"--fp8-format hybrid {STILL}", 1),
 ]
 PIPELINES = [
     "--pipeline-schedule 1f1b",

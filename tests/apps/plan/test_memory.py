@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from plans import PADDED, Gpu, config_of  # noqa: E402
 
+import warm
 from meshwright.apps.plan import memory
 from meshwright.apps.plan.measure import stages
 from meshwright.apps.plan.measure.account import META, Account
@@ -189,11 +190,16 @@ sys.modules["triton"] = None
 
 
 @pytest.mark.whole
-def test_a_child_measures_the_same_without_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_triton", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_child_measures_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_triton: bool
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    """Also where triton is missing, which a process that starts warm has already."""
+    if has_triton:
+        monkeypatch.setattr(sys, "executable", warm.python())
+    else:
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = config_of(*SMALL[2:], "--bf16", "--num-layers", "3", "--fp8-format", "hybrid")
     found = memory.measure_in_child(config, PADDED, Gpu(), [0], niceness=0)
     here = memory.memory_of_rank(config, PADDED, 0, Gpu())

@@ -300,6 +300,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long  # imports transformers
 def test_the_folder_for_vllm(exported: Path) -> None:
     """transformers, and so vLLM, reads it and writes equal texts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
