@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from helpers import TINY_FLAGS, flip_bit, read_rows
-from layouts import NEAR, alone, furthest, parse, rows_of, run_all
 from meshwright.__main__ import main
 from meshwright.checkpoint import steps
 
@@ -81,29 +80,6 @@ def test_switches_that_were_given_are_saved(tmp_path: Path) -> None:
         args = vars(torch.load(tree, weights_only=False)["args"])
         on = given | ({"use_distributed_optimizer"} if more else set())
         assert {name for name in SWITCHES if args[name]} == on
-
-
-@pytest.mark.long
-def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
-    more = "--global-batch-size 8 --ckpt-format torch"
-    cut = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    run_all({"": parse(f"{more} {cut} --save {tmp_path / 'a'}")}, 4, 3, read=save)
-    ranks = [f"mp_rank_{t:02d}_{p:03d}" for t in (0, 1) for p in (0, 1)]
-    assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [
-        ".manifest.json",
-        *ranks,
-    ]
-    line = (
-        f"{more} --world-size 2 --zero-stage 3 --load {tmp_path / 'a'} --exit-on-missing-checkpoint"
-    )
-    got = run_all({"": parse(line)}, 2, 3)[""]
-    want = run_all({"": alone(parse(more))}, 1, 6)[""][0]
-    assert furthest(got[0], want[3:]) < NEAR
-
-
-def save(trainer):  # type: ignore[no-untyped-def]
-    trainer.state.save()
-    return rows_of(trainer)
 
 
 @pytest.mark.fault("F9")
