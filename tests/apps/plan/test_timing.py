@@ -135,15 +135,6 @@ def test_the_device_waits_for_a_step_that_is_prepared_after_the_last_one(more, g
     assert parts["between steps"] - ahead["between steps"] == pytest.approx(H200.seconds["prepare"])
 
 
-def test_float32_attends_and_multiplies_at_its_own_speed():
-    half, full = (predicted(f"{BATCH} 8".replace("--bf16", more)).parts for more in ("--bf16", ""))
-    peaks = H200.peaks["bfloat16"] / H200.peaks["float32"]
-    # less for a kernel's fixed time
-    assert full["attention"] / half["attention"] == pytest.approx(peaks, rel=0.1)
-    speeds = H200.flops("bfloat16") / H200.flops("float32")
-    assert full["products"] / half["products"] == pytest.approx(speeds, rel=0.05)
-
-
 def test_steps_that_cannot_be_measured_are_not():
     words = f"{BATCH} 16"
     assert (

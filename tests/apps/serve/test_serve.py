@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import runpy
@@ -282,30 +281,20 @@ def test_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the flags fit step 8" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run, and in run-hf what the command of docs/serving.md writes of it."""
-    folder = tmp_path_factory.mktemp("exported")
-    texts = ["the cat sat on the mat.", "a dog ran over the hill."] * 100
-    tokenizers.train_bpe(texts, 280, folder / "tok")
-    names = [f"--vocab-file={folder}/tok/vocab.json", f"--merge-file={folder}/tok/merges.txt"]
-    run = train_on_texts(
-        folder, texts, names, SHAPE.replace("--train-iters=8", "--train-iters=30").split()
-    )
-    assert run == folder / "run"
-    page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
-    [line] = [line for line in page.splitlines() if line.startswith("meshwright convert")]
-    with contextlib.chdir(folder):
-        assert main(line.split()[1:]) == 0
-    return folder
-
-
 @pytest.mark.long  # imports transformers
-def test_the_folder_for_vllm(exported: Path) -> None:
-    """transformers, and so vLLM, reads it and writes equal texts."""
+def test_the_folder_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers, and so vLLM, reads what the command of docs/serving.md writes of a run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = exported / "run-hf"
+    texts = ["the cat sat on the mat.", "a dog ran over the hill."] * 100
+    tokenizers.train_bpe(texts, 280, tmp_path / "tok")
+    names = [f"--vocab-file={tmp_path}/tok/vocab.json", f"--merge-file={tmp_path}/tok/merges.txt"]
+    assert train_on_texts(tmp_path, texts, names, SHAPE.split()) == tmp_path / "run"
+    page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("meshwright convert")]
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()[1:]) == 0
+    folder = tmp_path / "run-hf"
     words, hf = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert str(hf.dtype) == "torch.bfloat16" and (folder / "config.json").exists()
     ours = load(folder, device="cpu")

@@ -210,8 +210,7 @@ def save_checkpoint(folder, tree):
     return folder
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["biased", "unbiased"])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize(("prefix", "bias"), [("", True), ("_orig_mod.", False)])
 def test_every_number_is_read(prefix, bias, tmp_path):
     trainer = Trainer(bias=bias).train(SAVED)
     folder = save_checkpoint(tmp_path / "out", trainer.tree(prefix))
