@@ -350,6 +350,11 @@ in_file(
     lambda m: program(named("megatron.x.Y") + b"q\0](" + b"h\0)R" * 2_200_000 + b"e"),
 )
 in_file("a million instructions for nothing", OPENS, lambda m: program(b"N0" * 500_000 + b"N"))
+in_file(
+    "texts of wide letters",
+    "MiB",
+    lambda m: program(b"](" + text("\U0001f600" + "a" * (3 * MEGABYTE)) * 12 + b"e"),
+)
 in_file("tuples in tuples", "deep", lambda m: program(b"N" + b"\x85" * 100_000))
 in_file("lists in lists", "deep", lambda m: program(b"]" * 100_000 + b"a" * 99_999))
 in_file(
@@ -371,7 +376,7 @@ in_file(
 )
 
 
-DEAR = {"20 million lists", "2 million objects"}
+DEAR = {"20 million lists", "2 million objects", "a billion laughs"}
 CASES[UNMEASURED:] = [
     case._replace(measured=True, dear=case.name in DEAR) for case in CASES[UNMEASURED:]
 ]

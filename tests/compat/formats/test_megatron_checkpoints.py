@@ -77,7 +77,6 @@ STATES = {
     "sharded, bfloat16, 7 ranks": Form(
         state="sharded", dtype=torch.bfloat16, dp=7, gated=True, tp=2
     ),
-    "sharded, virtual stages": Form(state="sharded", layers=4, pp=2, chunks=2, dp=2),
     "flat, TP 2, PP 2": Form(state="flat", tp=2, pp=2, dp=5),
     "buckets": Form(state="buckets", tp=2, gated=True, dp=7),
 }
