@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common import describe_machine, new_parser
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "apps" / "plan"))
 from drawn import draw
 from plans import PADDED, Gpu, config_of

@@ -42,7 +42,6 @@ THINNED = {
     "test_exact.py::test_stopped_between_validations": 2,
     "test_exact.py::test_options": 6,
     "test_exact.py::test_stopped_inside_a_skipped_range": 4,
-    "test_ascend_gpt2.py::test_seed_001": 4,
     "test_fit.py::test_attempts_leave_no_trace": 4,
     "test_fp8_runs.py::test_losses_fall_as_in_bfloat16": 3,
     "test_fp8_runs.py::test_layouts_have_the_same_scales": 2,
