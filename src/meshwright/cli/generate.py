@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> ReadingTask:
     c, t = parsed.config, parsed.config.texts
     prompts = gather_prompts(c) if is_rank_0 else []
+    # Reading and writing one file would leave neither.
     output = t.sample_output_file or f"{t.sample_input_file}.out"
     for flag, path, source in (
         ("--sample-output-file", output, t.sample_input_file),
@@ -59,6 +60,7 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> R
 def gather_prompts(c: GenerateConfig) -> list[Prompt]:
     """Return the prompts of the flags and of the files that they name."""
     t = c.texts
+    # What the flags say holds for each prompt that does not say otherwise.
     usual = Prompt("", c.sampling, tuple(map(unescape, t.stop)), t.num_return_sequences, t.logprobs)
     if t.prompt is not None:
         return [dataclasses.replace(usual, text=replace_surrogates(t.prompt))]

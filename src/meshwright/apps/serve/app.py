@@ -75,6 +75,7 @@ class TextServer:
         self.app = make_site(FILES, routes, limits, self.observe, ["/health"])
 
     def observe(self, path: str, status: int, seconds: float) -> None:
+        # Paths that nobody serves are one: anyone could make up millions.
         self.metrics.requests[path if path in self.paths else "other", status] += 1
         self.metrics.observe("request_seconds", seconds)
 
@@ -83,6 +84,7 @@ class TextServer:
     async def generate(
         self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send
     ) -> None:
+        # Encoding a long prompt would hold up all other answers.
         call = await asyncio.to_thread(read, f, self.served)
         job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
@@ -165,6 +167,7 @@ class Endpoint:
             raise Refusal(message, status=415)
         fields = Fields(parse_object(await read_body(receive, limits)))
         with self.server.scheduler.seat():
+            # The answer ends when the client leaves, which frees its rows of the decoder.
             work = asyncio.ensure_future(self.answer(fields, send))
             gone = asyncio.ensure_future(until_gone(receive))
             try:
@@ -187,6 +190,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, limits: Limits) -> bytes:
+    # The size is checked as parts arrive: what a client announces need not be true.
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.read_seconds):
@@ -207,7 +211,10 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
 
 async def send_json(send: Send, value: Any) -> None:
     body = orjson.dumps(value)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -232,8 +239,10 @@ def run_server(
         try:
             await http.serve([listening])
         finally:
+            # The thread may be in a step for some time.
             await asyncio.to_thread(scheduler.close)
 
+    # With port 0 the system has chosen one.
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     console.say(

@@ -49,6 +49,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     double = f.flag("stop_on_double_eol")
     single = f.flag("stop_on_eol")
     ends = ("\n\n",) if double else ("\n",) if single else ()
+    # As Megatron does it: the line feed's token may not follow the colon's.
     pair = None
     if f.flag("prevent_newline_after_colon"):
         pair = openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]
@@ -58,6 +59,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     stop_token = f.integer("stop_token", tokenizer.eod, 0, served.model.model.vocab - 1)
     penalty = f.number("length_penalty", 1.0, -100, 100)
     f.refuse_rest()
+    # Arguments that would have no effect are refused, as unknown ones are.
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
         raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
     if width is not None and (len(prompts) > 1 or logprobs or ends or pair):
@@ -72,6 +74,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
                 f"this model reads {served.model.seq_length} tokens, but a prompt has {both}",
                 "prompts",
             )
+    # Megatron's -1 asks for another text each time.
     seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
     first = Request(
@@ -138,6 +141,7 @@ async def answer_megatron(
             "segments": segments(tokenizer, rows),
             "scores": scores,
         }
+    # Without beams the texts are decoded beside those of other requests.
     job = QueuedRequest(call.requests, seconds)
     events: list[list[Event]] = [[] for _ in call.requests]
     with scheduler.generating(job):
@@ -172,6 +176,7 @@ def end_text(request: Request, tokenizer: Tokenizer, events: list[Event]) -> lis
     """
     if events and events[-1].finish == "stop" and events[-1].token == tokenizer.eod:
         events = events[:-1]
+    # The prompt ends a line, so an empty line needs one more end of line alone.
     is_open = request.stop == ("\n\n",) and tokenizer.decode(request.prompt[-1:]).endswith("\n")
     if not is_open:
         return events

@@ -108,11 +108,13 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     best_of = f.integer("best_of", n, 1, MOST_TEXTS)
     f.only("suffix", ("",), NO_SUFFIX)
     stream, usage = read_stream(f)
+    # The best are known only when all have ended, so a stream cannot choose.
     if best_of < n or (best_of > n and stream):
         raise Refusal(
             f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of"
         )
     if reads_end_only(f):
+        # The end of each prompt, with room for the text after it.
         prompts = [prompt[-max(1, served.model.seq_length - length) :] for prompt in prompts]
     requests = read_texts(f, served, prompts, best_of, length, ())
     # The best are those whose tokens are likeliest.
@@ -123,15 +125,21 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
 
 def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     messages = read_messages(f.take("messages"))
-    lengths = [
-        f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
-    ]
-    length = next((n for n in lengths if n is not None), None)
+    # Both names are read, so that neither is refused; the newer one counts.
+    length = f.integer("max_completion_tokens", None, 1, 2**31 - 1)
+    old_length = f.integer("max_tokens", None, 1, 2**31 - 1)
+    if length is None:
+        length = old_length
     most = served.model.seq_length
     ends_only = reads_end_only(f)
     prompt = render(messages, served, length or most if ends_only else None)
+
+    # Without a length the answer may fill what the model reads.
     room = max(1, most - len(prompt))
-    length = room if length is None else min(length, room) if ends_only else length
+    if length is None:
+        length = room
+    elif ends_only:
+        length = min(length, room)
     wants = f.flag("logprobs")
     top = f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
@@ -172,6 +180,7 @@ def read_texts(
     presence, frequency = (
         f.number(f"{name}_penalty", 0.0, -2, 2) for name in ("presence", "frequency")
     )
+    # Without a seed each request draws its own, as a caller expects of chance.
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in NEUTRAL.items():
@@ -190,6 +199,7 @@ def read_texts(
             both = f"{len(prompt)} in the prompt and {length} in the completion"
             message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
             raise Refusal(message, "prompt", "context_length_exceeded")
+    # Each text has a stream of random numbers of its own, so equal prompts differ.
     rows = [prompt for prompt in prompts for _ in range(copies)]
     first = Request(
         [], options, seed % 2**63, stop=stop, presence_penalty=presence, frequency_penalty=frequency
@@ -286,6 +296,7 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise Refusal(f"{where} must have a role: {', '.join(ROLES)}", "messages")
+        # Names, tool calls and the like would change what the model reads.
         more = {
             key
             for key, value in message.items()
@@ -298,6 +309,7 @@ def read_messages(given: Any) -> list[dict[str, str]]:
             )
         content = message.get("content")
         if isinstance(content, list):
+            # A content in parts must be text throughout: images are not read, and not passed over.
             is_text = [
                 isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text"
                 for p in content
@@ -327,7 +339,9 @@ def render(
     """
     tokenizer = served.model.tokenizer
     template = served.template
+    # Before the text is encoded, which takes long for a large one.
     require_size(served, sum(len(m["content"]) for m in messages))
+    # All of the system's messages stay, whatever is left out.
     system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
     turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
     dialogue = Dialogue(tokenizer, template, served.model.seq_length, system, turns)
@@ -385,12 +399,14 @@ class ChoiceText:
         if not is_end:
             self._note(event)
             text = (self._echoed if event.echoed else self._stream).push(event.token)
+        # The prompt's last bytes are certain, whatever the model adds.
         if event.echoed and self._count == len(self.request.prompt):
             text += self._echoed.flush()
         if event.finish or self._stream.stopped:
             self.whole.finish = "stop" if self._stream.stopped else event.finish
             text += self._stream.flush()
         self.whole.text += text
+        # A token is certain once its text is: what a stop string cut off has none.
         keep_all = self.whole.finish and not self._stream.stopped
         certain = [t for t in self._waiting if keep_all or t.offset < len(self.whole.text)]
         self._waiting = self._waiting[len(certain) :]
@@ -423,6 +439,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[s
     for t in tokens:
         top: dict[str, float] = {}
         for token, logprob in [*t.top, (t.id, t.logprob)] if t.logprob is not None else []:
+            # Tokens may be spelled alike; the likeliest comes first, the text's own last.
             top.setdefault(spell(tokenizer, token), logprob)
         tops.append(top if t.logprob is not None else None)
     return {
@@ -478,6 +495,7 @@ def choice_of(
     if call.logprobs is not None:
         out["logprobs"] = chat_logprobs(tokenizer, piece.tokens)
     if call.stream:
+        # The first part names the role, also if it has no text yet.
         delta = {"content": piece.text} if piece.text or is_first else {}
         out["delta"] = {"role": "assistant"} | delta if is_first else delta
     else:
@@ -503,6 +521,7 @@ async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest)
     for first in range(0, len(texts), call.best_of):
         rows: list[int] = list(range(first, first + call.best_of))
         if call.best_of > call.n:
+            # The mean, so that short texts have no advantage.
             rows.sort(key=lambda row: -texts[row].mean)
         for row in rows[: call.n]:
             choices.append(choice_of(call, served, len(choices), texts[row].whole))
@@ -521,6 +540,7 @@ async def stream_call(
     extra = {"usage": None} if call.usage else {}
     async for row, event in job.events():
         piece = texts[row].push(event)
+        # A token may end within a character, and so add nothing yet.
         if not (piece.text or piece.tokens or piece.finish):
             continue
         part = choice_of(call, served, row, piece, row not in begun)

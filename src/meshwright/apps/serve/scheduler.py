@@ -51,6 +51,7 @@ class QueuedRequest:
         self.deadline = asyncio.get_running_loop().time() + seconds
         self.on_first: Callable[[], None] = lambda: None  # called at the first token
         self.generated = 0  # tokens so far
+        # Texts that are not in the decoder yet; the thread takes them.
         self.pending = deque(enumerate(requests))
         self.active: set[int] = set()  # ids in the decoder, known to the thread
         self.unfinished = len(requests)
@@ -84,6 +85,7 @@ class Scheduler:
         self.broken: BaseException | None = None  # what ended the thread, if not close()
         self.on_break: Callable[[], None] = lambda: None  # called in the event loop
         self._seconds = 1.0  # of a request, a moving mean
+        # The thread alone changes these: the loop asks it to, through the inbox.
         self._turns: deque[QueuedRequest] = deque()
         self._rows: dict[int, tuple[QueuedRequest, int]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -122,6 +124,7 @@ class Scheduler:
         if self.broken is not None:
             raise ModelFailed(f"the decoder failed: {self.broken}")
         if self.seats >= self.slots + self.queue:
+            # About the time until all that wait have had their turn.
             raise QueueFull(max(1, min(60, round(self._seconds * (1 + self.queue / self.slots)))))
         self.seats += 1
         began = time.monotonic()
@@ -129,6 +132,7 @@ class Scheduler:
             yield
         finally:
             self.seats -= 1
+            # A moving mean over the last ten requests or so.
             self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
 
     @contextlib.contextmanager
@@ -183,6 +187,7 @@ class Scheduler:
         try:
             events = self.decoder.step()
         except (UserError, MemoryError, RuntimeError) as error:
+            # Another error means that the decoder's state is unknown.
             if not isinstance(error, UserError) and not devices.is_out_of_memory(error):
                 raise
             for job in self._jobs():
@@ -197,10 +202,12 @@ class Scheduler:
                 job.active.discard(event.id)
             batch.append((job, (number, event)))
         if batch:
+            # One call for all of a step's tokens: each wakes the loop.
             self._loop.call_soon_threadsafe(_put_all, batch)
 
     def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
         """Advance a generator by a step, unless its caller has left; by turns with others."""
+        # Beam search takes turns with the texts' own steps, a step each.
         result, error = None, None
         try:
             if not done.cancelled():
@@ -233,6 +240,7 @@ class Scheduler:
             job = self._turns.popleft()
             number, request = job.pending.popleft()
             try:
+                # A request that cannot be decoded is answered; the others go on.
                 row = self.decoder.submit(request)
             except UserError as error:
                 self._loop.call_soon_threadsafe(job.arrived.put_nowait, error)
@@ -243,6 +251,7 @@ class Scheduler:
                 self._turns.append(job)
 
     def _jobs(self) -> list[QueuedRequest]:
+        # A request may have texts at work and others waiting.
         both = itertools.chain(self._turns, (job for job, _ in self._rows.values()))
         return list({id(job): job for job in both}.values())
 
