@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if config.engine == "ray":
         return run_on_ray(config, words)
     plan = make_plan(config)
-    # Before any rank starts: each needs room for a device's addresses.
+    # Before any rank starts: without room for torch each would fail in odd ways.
     require_address_space()
     if plan.least_ranks:
         return run_elastic(plan, program, words)

@@ -199,7 +199,7 @@ def deduplicate(
 
         # Write what is kept.
         lines = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
-        out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
+        out.is_unchanged = not write_lines(target, lines, overwrite)
         if report:
             with replacing(Path(report), typed=True) as listing:
                 for i, (other, index) in sorted(out.removed.items()):

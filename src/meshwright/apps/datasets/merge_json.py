@@ -63,8 +63,8 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool 
         raise bad_data(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lines_out = _all(paths, each_line, out)
-        out.is_unchanged = not write_lines(target, lines_out, overwrite, "--output-file")
+
+        out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
     return out

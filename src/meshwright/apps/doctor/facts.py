@@ -57,6 +57,7 @@ IMPORT_NAMES = {"PyYAML": "yaml", "lm-eval": "lm_eval"}
 NETWORK = re.compile(r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|9p|afs|fuse\.|virtiofs")
 PIP = re.compile(r"(\S*python\S* -m )?pip install [^;]+")
 NAMES = 14  # columns of the names in the table
+RATE_SECONDS = 0.4  # in which products are counted
 
 
 @dataclass(frozen=True)
@@ -357,13 +358,13 @@ def _speeds(where: list[Any]) -> Iterator[Fact]:
         yield Fact("Compute", "speed", f"{shown} measured, {name}", values={"flops": round(speed)})
 
 
-def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4) -> float:
+def _rate(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
     """Return how often a second `work` ends."""
     work()
     wait()
     begin = time.perf_counter()
     count = 0
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < RATE_SECONDS:
         work()
         count += 1
         wait()

@@ -617,8 +617,7 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     # ahead within a step, so its seconds are added up on their own.
     host = 0.0
     if not waits and not terms.has_graphs:
-        for step in (stage, embedding, head):
-            host += step.forward.host + step.backward.host
+        host = sum(work.host for step in (stage, embedding, head) for work in step)
     shard = waits * terms.launching({"collective": timing.SHARD_LAUNCHES})
     return EstimatedWork(
         seconds(stage, own), seconds(embedding), seconds(head), message, host, shard

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
 NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
+CHILD_SECONDS = 300  # in which a process of its own must have measured
 SYMMETRIC_TRIAL = 16 << 20  # of the trial of sums by copy engines
 # of cuBLAS, for the threads of both passes, and of cuBLASLt
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
@@ -116,7 +117,6 @@ def measure_in_child(
     profile: Device,
     ranks: Sequence[int],
     niceness: int = 10,
-    timeout: float = 300,
 ) -> list[RankMemory] | None:
     """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
 
@@ -136,7 +136,7 @@ def measure_in_child(
             env=os.environ | dict.fromkeys(HIDES.values(), ""),  # no device for the child
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=CHILD_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.apps.plan import timeline, traffic
 from meshwright.apps.plan.measure.operations import Heads, Operations, StepOperations
@@ -40,9 +40,6 @@ from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
-
-if TYPE_CHECKING:
-    from meshwright.training.network import Model
 
 # The closed form: how much more a layer's passes move than in fused blocks, by how many kernels.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {
@@ -104,7 +101,7 @@ class Step(NamedTuple):
 
 
 def measured_operations(
-    config: TrainConfig, padded: int, profile: DeviceProfile, model: Model | None = None
+    config: TrainConfig, padded: int, profile: DeviceProfile
 ) -> StepOperations | None:
     """Return what a step executes, by the measurement that its memory is known from.
 
@@ -114,7 +111,7 @@ def measured_operations(
         return None
     from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
 
-    return operations_of_step(config, padded, model) if is_measurable(config) else None
+    return operations_of_step(config, padded) if is_measurable(config) else None
 
 
 def terms_of(

@@ -86,9 +86,9 @@ def measure_update(
     config: TrainConfig,
     padded: int,
     pipeline_rank: int,
-    layers: Collection[int] | None = None,
-    recorder: StepObserver | None = None,
-    model: Model | None = None,
+    layers: Collection[int] | None,
+    recorder: StepObserver,
+    model: Model | None,
 ) -> StepRecord:
     """Update the parameters of these layers, or of all, after their gradients have been summed."""
     account = Account(recorder)
