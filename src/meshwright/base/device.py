@@ -410,7 +410,7 @@ def use_deterministic_algorithms() -> None:
     """Let torch use deterministic algorithms only, cuBLAS included."""
     import torch
 
-    # cuBLAS gives equal results only with workspaces of fixed sizes, which torch insists on.
+    # cuBLAS repeats its results only with workspaces of fixed sizes, and torch insists on that.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -486,7 +486,7 @@ def ask_nvidia_smi(fields: str, form: str = "csv") -> str:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{tool} gave no answer in {SMI_SECONDS} s") from None
     if done.returncode:
-        # nvidia-smi writes its errors to standard output.
+        # nvidia-smi writes most of its errors to standard output.
         said = next(iter((done.stdout + done.stderr).strip().splitlines()), "")
         raise RuntimeError(f"{tool} ended with status {done.returncode}{said and f': {said}'}")
     return done.stdout

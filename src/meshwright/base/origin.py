@@ -102,7 +102,7 @@ def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) ->
     size = about.st_size
     if is_small:
         return [size, files.sha256(path)]
-    # The samples of a file below a megabyte would be a good part of it.
+    # Only larger files are sampled: there may be very many small ones to open.
     if size < 1 << 20:
         return [size, about.st_mtime_ns]
     return [size, about.st_mtime_ns, files.sample(path, *SAMPLES)]

@@ -143,7 +143,7 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
             require_world_size(world, int(said[1]))  # before the batch size is divided by it
         return command_line(words, world)
     except UserError as error:
-        # Another rank that ended first would have the reporting one ended before it has spoken.
+        # The machine's first rank reports this; a launcher stops it as soon as another one ends.
         if world.local_rank and not error.everywhere:
             time.sleep(REPORT_SECONDS)
         raise

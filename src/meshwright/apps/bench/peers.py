@@ -61,6 +61,7 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         str(results),
     ]
     with console.open("w") as file:
+        # It ends with the bench, even if that is killed.
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:

@@ -117,7 +117,7 @@ def of_sizes() -> list[BenchRow]:
 
 def of_layouts(gpus: int) -> list[BenchRow]:
     """Rows on several GPUs, each beside the one with as many samples a GPU and micro-batch."""
-    # As many GPUs as there are, so that each row says what a GPU still does of what one does.
+    # All GPUs of the machine work on each of these rows.
     on_all = functools.partial(row, gpus=gpus)
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"

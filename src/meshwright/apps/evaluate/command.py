@@ -307,6 +307,7 @@ class Scoring:
 
     def work(self, m: LanguageModel) -> None:
         """Score the next folder's model, and print the results unless a table of all follows."""
+        # Models come in the order of the folders, one at a time.
         run = str(steps.split_path(next(self.waiting))[0])
         results = [*self.measure(m, run)]
         if not results:
@@ -323,6 +324,7 @@ class Scoring:
         """Print and write the results of all checkpoints at the end of the block."""
         yield
         e = self.flags
+        # A table compares checkpoints; each has been printed if there is one, or as JSON.
         if self.several and not e.json:
             print("\n\n".join(tabulate(results) for results in by_task(self.results)))
         if e.results_path:

@@ -102,6 +102,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         length = self.model.seq_length
         for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
             self.score([Window(self.after_end(request.args[0])[: length + 1])])
+        # All prompts are decoded together, each with the options of its task.
         asked = list[Request]()
         for request in requests:
             context, task_options = request.args

@@ -69,6 +69,7 @@ def detokenize(text: str, table: str) -> str:
 
 def read_text(path: str) -> list[str]:
     try:
+        # Ends of lines stay as they are, since bytes and words of the file are counted.
         with open(path, encoding="utf-8", newline="") as file:
             return [file.read()]
     except UnicodeDecodeError as e:

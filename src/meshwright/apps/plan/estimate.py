@@ -412,13 +412,13 @@ def update_bytes(c: TrainConfig) -> float:
     if o.optimizer == "muon":
         return muon_bytes(c)
 
-    # Other rules work in place by a kernel, of ours or torch's, unless neither has the rule.
+    # AdamW and SGD work in place, by torch's kernels or ours; what neither has goes by chunks.
     is_gathered = c.parallel.zero_stage == 3 and data_parts(c) > 1
     is_rounded_sgd = o.optimizer == "sgd" and is_rounded(o)
     if not (o.optimizer == "lion" or is_rounded_sgd or (is_beyond_torch(o) and is_gathered)):
         return 0.0
     shapes = shapes_of_layer(c.model, c.parallel.tensor_model_parallel_size)
-    # Rounding goes parameter by parameter, with two more tensors of their size.
+    # A state of fewer bits goes parameter by parameter, and takes two tensors more.
     if is_rounded(o):
         return 6 * FLOAT * min(CHUNK, max(map(math.prod, shapes.values())))
     return 4 * FLOAT * min(CHUNK, count(shapes))

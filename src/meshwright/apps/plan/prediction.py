@@ -158,7 +158,7 @@ def find_machine(
 def this_device() -> DeviceProfile:
     """Return the profile of this machine's devices: of its GPU, or of its CPU if it has none."""
     try:
-        # Asked of the driver's tool: importing torch takes seconds, and opens the device.
+        # The driver's tool is asked, since importing torch takes seconds.
         product = ask_nvidia_smi("name", "csv,noheader").splitlines()[0]
     except (RuntimeError, IndexError):
         return load_profile("cpu")

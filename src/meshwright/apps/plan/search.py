@@ -113,7 +113,7 @@ class LegalLayouts:
     # Shapes: the numbers of ranks and the format, for any batch
 
     def shapes(self) -> Iterator[LayoutSizes]:
-        # What is chosen later begins with its least value, which the checks refuse last.
+        # What is chosen later has its least value here, so that the checks do not refuse it.
         start = estimate.layout_of(self.run.config)
         if "micro_batch_size" not in self.freedom.fixed:
             start = start._replace(micro_batch_size=1)
@@ -188,8 +188,7 @@ class LegalLayouts:
         for size in self.free(shape, "micro_batch_size", sizes):
             layout = shape._replace(micro_batch_size=size)
             key = (dp, size)
-            # The checks of a batch ask for these two numbers alone, and are slow: once for each
-            # pair.
+            # The checks of a batch depend on these two numbers alone: once for each pair.
             if key not in self.batch_reasons:
                 self.batch_reasons[key] = first(batch_problems(self.run.config_of(layout)))
             if reason := self.batch_reasons[key]:
@@ -275,7 +274,7 @@ class Search:
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
-        # Estimates rank all layouts, and cost milliseconds; a full prediction costs seconds.
+        # Estimates, which are quick, rank all layouts; a full prediction takes seconds.
         run = self.run_of(config)
         found = self.found
         ranked = self.ranked(run)
@@ -364,9 +363,8 @@ class Search:
             if layout.micro_batch_size >= fails.get(alike, math.inf):
                 self.found.too_large += 1
                 continue
-            # Three outcomes: it fits; it may fit, and so may one with more recomputation, which
-            # goes back
-            # into the heap by its own time; or no recomputation helps.
+            # It fits; or it may fit, and so may one with more recomputation, which goes back into
+            # the heap with its own time; or no recomputation helps.
             more = kinds[kinds.index(layout.recompute_granularity) + 1 :]
             need = estimate.need_of(run, layout)
             if need * (1 - NEAR) <= self.have:

@@ -106,8 +106,7 @@ def make_model(
         train_in_time(tour, progress, deadline, showing)
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
-        # So much of the held-out text as the time is left for, on a machine that may have slowed
-        # down.
+        # As much of the held-out text as there is time for, if the machine has slowed down.
         parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
         is_part = parts < text.held_out_parts
         progress.finish("bits per byte", tour.evaluate(parts if is_part else None))
@@ -209,7 +208,7 @@ def choose_training(
     share = text.held_out_bytes / max(text.train_bytes, 1)
     deadline.start = trial.start
     deadline.scored = 2 / 3 * share * tokens / trial.tokens_per_second
-    # It counts 10 MB a second, after a second to start.
+    # The trigram model counts 10 MB a second, after a second to start.
     trigram = 1 + min(text.train_bytes, 5e7) / 1e7
     deadline.after = 3 * trial.bare_start + deadline.scored + trigram
 

@@ -334,6 +334,7 @@ def draw_panel(axes: Any, growth: Growth, name: str) -> None:
 
     plot.style(axes, growth.axis)
     axes.set_title(name, color=plot.INK, fontsize=9)
+    # Initial activations dashed, and a line for the change after each step.
     axes.loglog(
         growth.sizes,
         growth.initial[name],

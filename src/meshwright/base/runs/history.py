@@ -294,14 +294,14 @@ def _read_step(row: dict[str, Any]) -> LoggedStep:
     mfu = row.get("mfu")
     memory = row.get("memory")
     return LoggedStep(
-        iteration=int(row["iteration"]),
-        consumed_samples=int(row["consumed_samples"]),
         loss=float(row["loss"]),
         grad_norm=float(row["grad_norm"]),
         lr=float(row["lr"]),
-        skipped=bool(row["skipped"]),
-        ms=_time(row["ms"]),
         tokens_per_second=float(row["tokens_per_second"]),
+        ms=_time(row["ms"]),
+        iteration=int(row["iteration"]),
+        consumed_samples=int(row["consumed_samples"]),
+        skipped=bool(row["skipped"]),
         mfu=None if mfu is None else float(mfu),
         memory=None if memory is None else float(memory),
     )

@@ -40,8 +40,7 @@ def choose_units(config: TrainConfig, stage: range, least: int) -> list[Unit]:
     units = list[Unit]()
     at = 0
     while at < len(groups):
-        # Layers may alternate, for example between windows and full attention, so a unit is a
-        # period.
+        # Layers may alternate, as windows do with full attention, so a unit is a whole period.
         period, count = longest_repeat(kinds[at:])
         if count <= least:
             units.append(Unit(tuple(groups[at][0]), 1, kinds[at]))

@@ -235,9 +235,9 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float
     ) -> Tensor:
-        # The output, a number for each row, and the state of the generator, which are kept.
         batch, heads, tokens, width = q.shape
         account.recorder.attention(q, k, v, dropout, False, account.section)
+        # What the kernel makes and keeps: its output, a number for each row, a generator's state.
         out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
         logsumexp = new(batch, heads, tokens)
         rng_state = new(2, dtype=torch.int64)
