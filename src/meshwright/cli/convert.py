@@ -94,7 +94,8 @@ def main(argv: list[str]) -> int:
     given = {name: value for name, value in flags.given_settings(parsed).items() if name in known}
     # This opens the source and checks that all fits; nothing is written before `run`.
     job = prepare_conversion(c.paths[0], target, given)
-    source, folder = job.source, target.folder
+    source = job.source
+    folder = target.folder
     if parsed.dry_run:
         print(
             f"{source.folder} ({source.kind}) would become {folder} ({target.to}); nothing was written"

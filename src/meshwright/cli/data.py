@@ -240,7 +240,8 @@ def check_files(config: VerifyConfig, dry: bool) -> None:
     from meshwright.data import tokenizers
     from meshwright.data.files.verify import verify_pairs
 
-    v, t = config.verification, config.tokenizer
+    v = config.verification
+    t = config.tokenizer
     prefixes = strip_endings(v.prefixes, must_exist=False)
     checksums = Path(v.checksums) if v.checksums else None
     if dry:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> ReadingTask:
-    c, t = parsed.config, parsed.config.texts
+    c = parsed.config
+    t = c.texts
     prompts = gather_prompts(c) if is_rank_0 else []
     # Reading and writing one file would leave neither.
     output = t.sample_output_file or f"{t.sample_input_file}.out"

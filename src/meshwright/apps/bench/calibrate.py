@@ -87,7 +87,8 @@ def calibrate(wanted: str, folder: Path) -> Path:
     copied = copied_per_second(device, sizes)
     rates = products(device, sizes, copied)
     if known.name == "cpu":
-        peaks, bandwidth = rates, copied
+        peaks = rates
+        bandwidth = copied
     else:
         # The data sheet's peaks, and a bandwidth that no measurement exceeds.
         peaks = dict(known.peaks)

@@ -293,21 +293,14 @@ def _threads(threads: int) -> Fact:
     said = os.environ.get("OMP_NUM_THREADS")
     cores = host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
+    level = "ok"
     if threads > cores:
-        return Fact(
-            "Compute",
-            "threads",
-            f"{text}, more than {cores} cores; unset OMP_NUM_THREADS",
-            "problem",
-        )
-    if said and threads < cores / 2:
-        return Fact(
-            "Compute",
-            "threads",
-            f"{text}, fewer than {cores} cores; unset it for one process",
-            "note",
-        )
-    return Fact("Compute", "threads", text)
+        level = "problem"
+        text += f", more than {cores} cores; unset OMP_NUM_THREADS"
+    elif said and threads < cores / 2:
+        level = "note"
+        text += f", fewer than {cores} cores; unset it for one process"
+    return Fact("Compute", "threads", text, level)
 
 
 def _accelerator(device: Any) -> Fact:
@@ -532,5 +525,6 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
             # The longest path is the innermost mount; of two at one place the later one hides the
             # other.
             if len(place) >= len(best) and (folder / "x").is_relative_to(place):
-                best, kind = place, found
+                best = place
+                kind = found
     return kind

@@ -221,7 +221,8 @@ ABOUT = f"""Score text with a model. Every token counts, a document's first one 
 
 
 def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_rank_0: bool) -> ReadingTask:
-    c, e = parsed.config, parsed.config.evaluate
+    c = parsed.config
+    e = c.evaluate
     folders = step_folders(c.folders, e.steps)
     # Rank 0 alone reads text; the others score what it hands out.
     texts = read_input(e) if e.input and is_rank_0 else []
@@ -300,7 +301,8 @@ class Scoring:
     """Scores one checkpoint after the other, keeps the results and prints them."""
 
     def __init__(self, e: Evaluate, folders: list[str], measure: Measure) -> None:
-        self.flags, self.measure = e, measure
+        self.flags = e
+        self.measure = measure
         self.several = len(folders) > 1
         self.waiting = iter(folders)
         self.results: list[Result] = []

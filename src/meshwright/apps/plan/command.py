@@ -291,7 +291,8 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 
 def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
     """Return the number of ids: that of the flags or the data, else that of the preset's source."""
-    t, d = config.tokenizer, config.data
+    t = config.tokenizer
+    d = config.data
     is_named = t.tokenizer or t.vocab_file or t.tokenizer_model
     if is_named or d.data_path or d.train_data_path or config.checkpoint.load:
         from meshwright.training.before.resolve import find_vocabulary
@@ -307,7 +308,8 @@ def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
 
 def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
     """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
-    config, machine = start.config, start.machine
+    config = start.config
+    machine = start.machine
     if config.training.global_batch_size is None:
         raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))

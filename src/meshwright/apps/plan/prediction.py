@@ -57,7 +57,8 @@ class Prediction:
 
     @cached_property
     def padded(self) -> int:
-        m, p = self.config.model, self.config.parallel
+        m = self.config.model
+        p = self.config.parallel
         divisor = m.make_vocab_size_divisible_by
         return padded_size(
             self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to

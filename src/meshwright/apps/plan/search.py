@@ -461,7 +461,8 @@ MOST_CHANGES = 3
 
 def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
     """Return for each setting the values with which a rank may need less memory."""
-    p, t = c.parallel, c.training
+    p = c.parallel
+    t = c.training
     now = RECOMPUTE.index(t.recompute_granularity)
     tp = p.tensor_model_parallel_size
     pp = p.pipeline_model_parallel_size

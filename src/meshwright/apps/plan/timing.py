@@ -151,8 +151,10 @@ class StepTerms:
         self.links = links
         self.layers: dict[tuple[bool, bool], Step] = {}
         self.stages: dict[tuple[object, ...], Step] = {}
-        m, p = config.model, config.parallel
-        self.m, self.p = m, p
+        m = config.model
+        p = config.parallel
+        self.m = m
+        self.p = p
         self.tp = p.tensor_model_parallel_size
         self.cp = p.context_parallel_size
         self.pp = p.pipeline_model_parallel_size
@@ -420,7 +422,8 @@ class StepTerms:
 
     def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
         """Return how many layers of a stage have a window or not, and multiply in fp8 or not."""
-        m, precision = self.m, self.config.precision
+        m = self.m
+        precision = self.config.precision
         if not m.window and not precision.first_last_layers_bf16:
             return {(False, bool(precision.fp8_format)): count}
         windowed = set(m.windowed_layers)
@@ -489,7 +492,8 @@ class StepTerms:
 
     def result(self) -> StepTime:
         """Return a step of the slowest rank."""
-        config, profile = self.config, self.profile
+        config = self.config
+        profile = self.profile
         stages = self.all_stages()
 
         # The passes of all micro-batches on the slowest rank.

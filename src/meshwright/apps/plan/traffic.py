@@ -123,7 +123,8 @@ def symmetric_rows(config: TrainConfig, ranks_within: int) -> int:
 
 def context_bytes(config: TrainConfig) -> float:
     """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
-    p, m = config.parallel, config.model
+    p = config.parallel
+    m = config.model
     n = p.context_parallel_size
     heads = m.num_attention_heads or 1
     # Of q, k, v and the output, which change between parts of the tokens and parts of the heads.
@@ -187,7 +188,8 @@ def owner_bytes(config: TrainConfig) -> float:
 
 def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     """Return the most bytes that a rank sends in a step, by dimension; no dimension of one rank."""
-    p, m = config.parallel, config.model
+    p = config.parallel
+    m = config.model
     pp = p.pipeline_model_parallel_size
     count = config.micro_batches(config.global_batch)
     most = max(parameters_of_ranks(config, padded))

@@ -156,7 +156,8 @@ class Endpoint:
     def __init__(
         self, server: TextServer, answer: Callable[[Fields, Send], Awaitable[None]]
     ) -> None:
-        self.server, self.answer = server, answer
+        self.server = server
+        self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self.server.limits

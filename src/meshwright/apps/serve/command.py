@@ -116,7 +116,8 @@ ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try th
 
 
 def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> ReadingTask:
-    c, s = parsed.config, parsed.config.serve
+    c = parsed.config
+    s = c.serve
     # A mistake in the key, or a missing package, is found before the model is loaded.
     key = s.key()
     if key is not None and not is_key(key):

@@ -48,7 +48,11 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     options, decay, floor = read_options(f, length)
     double = f.flag("stop_on_double_eol")
     single = f.flag("stop_on_eol")
-    ends = ("\n\n",) if double else ("\n",) if single else ()
+    ends: tuple[str, ...] = ()
+    if double:
+        ends = ("\n\n",)
+    elif single:
+        ends = ("\n",)
     # As Megatron does it: the line feed's token may not follow the colon's.
     pair = None
     if f.flag("prevent_newline_after_colon"):
@@ -147,24 +151,19 @@ async def answer_megatron(
     with scheduler.generating(job):
         async for row, event in job.events():
             events[row].append(event)
-    texts = [
-        end_text(request, tokenizer, of_text)
-        for request, of_text in zip(call.requests, events, strict=True)
-    ]
-    # The first token of a text follows nothing.
-    logprobs = (
-        [[e.logprob for e in text if e.logprob is not None] for text in texts]
-        if call.logprobs
-        else None
-    )
-    rows = [
-        [*([] if r.echo else r.prompt), *(e.token for e in t)]
-        for r, t in zip(call.requests, texts, strict=True)
-    ]
+    # Each text with its prompt, which is among its tokens if it is echoed.
+    rows = []
+    logprobs = []
+    for request, of_text in zip(call.requests, events, strict=True):
+        tokens = end_text(request, tokenizer, of_text)
+        before = [] if request.echo else request.prompt
+        rows.append([*before, *(token.token for token in tokens)])
+        # The first token of a text follows nothing.
+        logprobs.append([token.logprob for token in tokens if token.logprob is not None])
     return {
         "text": [tokenizer.decode(ids) for ids in rows],
         "segments": segments(tokenizer, rows),
-        "logprobs": logprobs,
+        "logprobs": logprobs if call.logprobs else None,
     }
 
 

@@ -163,7 +163,8 @@ def at_size(config: TrainConfig, axis: Axis, size: int) -> TrainConfig:
 
 def make_small(config: TrainConfig) -> TrainConfig:
     """Return the run as it is measured: on this device alone, with plain layers and one rate."""
-    t, o = config.training, config.optimizer
+    t = config.training
+    o = config.optimizer
     training = dataclasses.replace(
         Training(**baseline_settings(t)),
         micro_batch_size=1 if t.micro_batch_size == "auto" else t.micro_batch_size,
@@ -268,7 +269,8 @@ def rms(tensors: list[Tensor]) -> float:
 @torch.no_grad()
 def activations_of(trainer: Trainer, batch: Batch) -> dict[str, list[Tensor]]:
     """Return the activations of a micro-batch, of each layer where they are of layers."""
-    net, vocab = trainer.net, trainer.state.vocab
+    net = trainer.net
+    vocab = trainer.state.vocab
     (model,) = net.parts
     # The store may still gather what the step before has updated.
     net.store.wait_for_weights()

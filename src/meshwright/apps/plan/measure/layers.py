@@ -71,7 +71,8 @@ def recomputed_groups(config: TrainConfig, stage: range) -> list[tuple[range, bo
 
 def kind_of_group(config: TrainConfig, group: range, again: bool) -> tuple[object, ...]:
     """Return all by which a layer may differ from another."""
-    m, precision = config.model, config.precision
+    m = config.model
+    precision = config.precision
     windowed = set(m.windowed_layers)
     kinds: list[object] = [again]
     for i in group:
@@ -125,7 +126,8 @@ class Extension:
     """The measurement of some units, in which copies of them are placed."""
 
     def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
-        self.events, self.units = record.events, units
+        self.events = record.events
+        self.units = units
         self.firsts = [first_copies(chunk) for chunk in units]
         unit_of: list[list[int]] = []  # by chunk and measured layer
         for chunk in units:

@@ -243,7 +243,8 @@ class FlashAttention(torch.autograd.Function):
         rng_state = new(2, dtype=torch.int64)
         unused = new(1, dtype=torch.int64)
         ctx.save_for_backward(q, k, v, out, logsumexp, rng_state, unused)
-        ctx.account, ctx.dropout = account, dropout
+        ctx.account = account
+        ctx.dropout = dropout
         return out
 
     @staticmethod
