@@ -91,7 +91,8 @@ def read_result(name: str, results: Path, console: Path, seconds: float) -> dict
         figures = {key: value for key, value in best[0].items() if key != "event"}
         return {"name": name, "failed": None, "tried": speeds} | figures
     if tried:
-        reason = f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+        sizes = ", ".join(str(e["micro"]) for e in tried)
+        reason = f"micro-batches {sizes} do not fit"
     else:
         reason = find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
     return {"name": name, "failed": reason}

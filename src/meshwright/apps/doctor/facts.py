@@ -174,9 +174,10 @@ def _program() -> Iterator[Fact]:
         (NEEDED, "", "fatal"),
         (others, ", which some commands import", "problem"),
     ):
-        missing = [name for name in names if not _is_installed(name)]
+        missing = ", ".join(name for name in names if not _is_installed(name))
         if missing:
-            yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
+            text = f"missing: {missing}{why}; {how}"
+            yield Fact("Program", "packages", text, level)
 
 
 def _is_installed(package: str) -> bool:

@@ -185,7 +185,8 @@ class EvaluateConfig(ReadConfig):
         e = self.evaluate
         out = []
         if e.task and len(e.valid_data) != 1:
-            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
+            number = len(e.valid_data)
+            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {number}; name the file"
             out.append(Problem(("task", "valid_data"), text))
         if e.steps not in (None, "all"):
             numbers = str(e.steps).split(",")

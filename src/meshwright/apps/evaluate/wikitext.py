@@ -79,8 +79,8 @@ def read_text(path: str) -> list[str]:
 
 
 def cut_text(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
-    plain = detokenize(text, pick_table(file.path))
-    ids = list(tokenizer.encode(plain))
+    table = pick_table(file.path)
+    ids = list(tokenizer.encode(detokenize(text, table)))
     words = count_words(text)
     if len(ids) < 2 or words < 2:
         raise bad_data(

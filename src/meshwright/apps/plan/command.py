@@ -107,8 +107,9 @@ class LayoutPlanConfig(TrainConfig):
         p = self.plan
         out = []
         if p.gpus and self.parallel.world_size not in (None, p.gpus):
-            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')} are one setting; give one"
-            out.append(Problem(("gpus", "world_size"), both))
+            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')}"
+            text = f"{both} are one setting; give one"
+            out.append(Problem(("gpus", "world_size"), text))
         if p.write and not p.write.endswith(".toml"):
             text = f"{stated(p, 'write')} writes settings in TOML; give a name that ends in .toml"
             out.append(Problem(("write",), text))

@@ -377,7 +377,10 @@ def sharded_bytes(
     weights = (shape.rest + (1 + others) * shape.layer) * low
     layer_gradients = max(shape.layer * low, others * (shape.layer * full - kept))
     during = weights, shape.table * low + layer_gradients
-    after = weights - shape.layer * low, shape.layer * (low + full) - kept - layer.passing
+    after = (
+        weights - shape.layer * low,
+        shape.layer * (low + full) - kept - layer.passing,
+    )
     # Whichever moment needs more: within the layers' backward pass, or right after it.
     return max(during, after, key=sum)
 
@@ -399,11 +402,13 @@ def muon_bytes(c: TrainConfig) -> float:
 
     # A rank has its own matrices' updates, what it sends back of them, and its part of all.
     of_all = layers * sum(map(math.prod, matrices))
-    at_once = min(of_all, MUON_CHUNK * tp * data)
+    ranks = tp * data
+    at_once = min(of_all, MUON_CHUNK * ranks)
     cut = tp * (data if p.zero_stage else 1)
     sent = min(at_once, MUON_CHUNK * cut) / cut
     own = at_once / tp / data
-    return 2 * (own + 2 * sent + min(sent, MUON_CHUNK))
+    part = min(sent, MUON_CHUNK)
+    return 2 * (own + 2 * sent + part)
 
 
 def update_bytes(c: TrainConfig) -> float:

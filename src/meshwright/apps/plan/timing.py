@@ -459,7 +459,8 @@ class StepTerms:
     def embedding(self, backward: bool) -> Work:
 
         size = self.rows * self.hidden * self.low
-        passes = self.a_pass(5 * size if backward else 3 * size, 3)
+        times = 5 if backward else 3
+        passes = self.a_pass(times * size, 3)
         host = self.launching({"torch": 8})
         return Work(passes=passes, host=host) + self.wait_of_embedding()
 
@@ -578,7 +579,8 @@ class StepTerms:
         """Return the seconds of each stage's passes and of a message."""
         forward = tuple(self.passes_seconds(stage.forward) for stage in stages)
         backward = tuple(self.passes_seconds(stage.backward) for stage in stages)
-        message = self.sending("pipeline", traffic.message_bytes(self.config))
+        size = traffic.message_bytes(self.config)
+        message = self.sending("pipeline", size)
         return timeline.StageTimes(forward, backward, message)
 
     def update_host(self) -> float:

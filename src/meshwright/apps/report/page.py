@@ -226,7 +226,8 @@ def explain_twice(checks: list[Validation]) -> list[str]:
     if losses[0] == losses[-1]:
         return []
     # The check at an interval and the one at the end of training read on in the validation data.
-    both = f"{losses[0]:.4f}, at the end {losses[-1]:.4f}"
+    first, *_, again = losses
+    both = f"{first:.4f}, at the end {again:.4f}"
     return [f"Step {last:,} was validated twice, on other batches: {both}."]
 
 
@@ -465,7 +466,8 @@ def score_plot(name: str, scores: dict[int, float]) -> str:
     points = np.array(sorted(scores.items()), dtype=np.float64)
     x, y = points.reshape(-1, 2).T
     plot.draw_line(axes, x, y, plot.POINT, smooth=False)
-    return plot.embed_figure(figure, name, describe_column(name))
+    note = describe_column(name)
+    return plot.embed_figure(figure, name, note)
 
 
 def resumed_at(history: History) -> list[int]:

@@ -213,7 +213,8 @@ def name_of_point(point: Mapping[str, str]) -> str:
     if name == values and len(name) <= NAME_LIMIT:
         return name or "run"
     # Other points may have the same name once it is cut or characters are replaced.
-    digest = hashlib.sha256(repr(sorted(point.items())).encode()).hexdigest()
+    exact = repr(sorted(point.items()))
+    digest = hashlib.sha256(exact.encode()).hexdigest()
     return f"{name[: NAME_LIMIT - 9]}-{digest[:8]}"
 
 

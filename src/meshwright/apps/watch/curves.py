@@ -168,8 +168,11 @@ def curve_line(
     stride = max(1, -(-len(bad) // points))
     shown_x = near_x[is_finite]
     thin_x, thin_y = plot.thin(shown_x, near_y[is_finite], points)
-    line: dict[str, Any] = {"bad": short(bad[::stride])}
-    line |= {"x": short(thin_x), "y": short(thin_y)}
+    line: dict[str, Any] = {
+        "bad": short(bad[::stride]),
+        "x": short(thin_x),
+        "y": short(thin_y),
+    }
     if not half or len(shown_x) <= 20:
         return line
 

@@ -43,7 +43,9 @@ def require_equal(team: Team, own: dict[str, Any]) -> None:
         each = []
         for value, spans in values.items():
             first, last = spans[0]
-            noun = "rank" if len(spans) == 1 and first == last else "ranks"
+            noun = "ranks"
+            if len(spans) == 1 and first == last:
+                noun = "rank"
             each.append(f"{value} on {noun} {_format(spans)}")
         if len(each) > LISTED:
             each[LISTED:] = [f"{len(each) - LISTED} more values"]

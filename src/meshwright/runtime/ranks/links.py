@@ -44,7 +44,10 @@ def pairs_of(size: int) -> list[tuple[int, int]]:
     distances: Sequence[int] = range(1, size)
     if size > ALL_PAIRS:
         distances = [1 << n for n in range((size - 1).bit_length())]
-    return sorted((a, a + distance) for distance in distances for a in range(size - distance))
+    pairs = []
+    for distance in distances:
+        pairs += [(a, a + distance) for a in range(size - distance)]
+    return sorted(pairs)
 
 
 def rounds_of(size: int) -> list[list[tuple[int, int]]]:

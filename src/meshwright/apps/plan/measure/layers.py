@@ -64,8 +64,11 @@ def recomputed_groups(config: TrainConfig, stage: range) -> list[tuple[range, bo
     is_full = t.recompute_granularity == "full"
     if is_full and t.recompute_method != "block":
         return [(stage[i : i + size], True) for i in range(0, len(stage), size)]
+
     # Layers by themselves, of which recomputation by block takes the first ones.
-    again = size if is_full else 0
+    again = 0
+    if is_full:
+        again = size
     return [(stage[i : i + 1], i < again) for i in range(len(stage))]
 
 

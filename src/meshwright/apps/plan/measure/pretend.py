@@ -189,8 +189,9 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
     plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
     sizes |= dict.fromkeys(layout.LANES, plain.pp)
-    is_end = pipeline_rank in (0, plain.pp - 1)  # the ranks that share a tied embedding
-    sizes["embedding"] = plain.pp if is_end else 1
+    sizes["embedding"] = 1
+    if pipeline_rank in (0, plain.pp - 1):  # the ranks that share a tied embedding
+        sizes["embedding"] = plain.pp
     groups: dict[str, Any] = {}
     for name, size in sizes.items():
         if size > 1:  # a dimension of one rank has no group
