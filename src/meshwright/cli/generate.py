@@ -46,6 +46,7 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> R
             console.notice(f"note: {short}; a text ends there, before --max-new-tokens {most}")
         write_output(c, m, prompts, output)
 
+    # Megatron's scripts print their log beside the texts.
     is_megatrons = (
         t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
     )

@@ -49,6 +49,7 @@ def show_inputs(config: PreprocessConfig) -> None:
         # Only a plan: what it would say of itself is said below.
         with open(os.devnull, "w") as nowhere:
             preparation = PreprocessPlan(config, nowhere, nowhere)
+    # The plan has found the inputs already.
     inputs = preparation.inputs if preparation else find_inputs(config.preprocess)
     note_passed(inputs, config.preprocess)
     ids = f" with {preparation.tokenizer.size} ids" if preparation else ""

@@ -162,6 +162,7 @@ def score_harness(
         for key, value in row.items():
             if "," in key and isinstance(value, int | float):
                 values[key.removesuffix(",none")] = float(value)
+        # Standard errors are shown, but are no headline.
         measures = [key for key in values if "stderr" not in key]
         for key in measures:  # not of the standard error, which one question has none of
             require_finite(values[key], f"{key} of {name}")

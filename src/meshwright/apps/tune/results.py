@@ -209,6 +209,7 @@ def _scale(axes: Axes, texts: Sequence[str], numbers: Sequence[float]) -> None:
 
     if numbers and is_logarithmic(numbers):
         axes.set_xscale("log")
+    # Each value has a tick, unless their labels would overlap.
     if numbers and len(numbers) > 8:
         axes.xaxis.set_major_locator(LogLocator() if is_logarithmic(numbers) else MaxNLocator(6))
         axes.xaxis.set_major_formatter("{x:g}")

@@ -100,6 +100,7 @@ def main(argv: list[str]) -> int:
         return DONE
     c = parsed.config.sweep
     assert c.sweep_dir is not None
+    # With anything that makes points the command says all; DIR alone goes on.
     if c.grid or c.random or extra or c.seeds > 1:
         return run_sweep(c, words, extra, parsed.dry_run)
 

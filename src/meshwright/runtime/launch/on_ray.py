@@ -163,6 +163,7 @@ def set_variables(values: dict[str, str]) -> None:
 
 def find_address() -> tuple[str, int]:
     """Return this node's address and a free port."""
+    # The system chooses a port, which is free again when this socket closes.
     with socket.socket() as s:
         s.bind(("", 0))
         return ray.util.get_node_ip_address(), s.getsockname()[1]
