@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plans import PADDED, Gpu, config_of  # noqa: E402
+from whole_steps import account_steps  # noqa: E402
 
 import warm
 from meshwright.apps.plan import memory
@@ -22,7 +23,6 @@ from meshwright.apps.plan.measure.account import META, Account
 from meshwright.apps.plan.measure.allocator import MIB, CachingAllocator
 from meshwright.apps.plan.measure.layers import choose_units, longest_repeat
 from meshwright.apps.plan.measure.pretend import connected, pretended_gpu
-from meshwright.apps.plan.measure.steps import account_steps
 from meshwright.base.errors import UserError
 from meshwright.config.schema import TrainConfig
 from meshwright.model.gpt import GPT

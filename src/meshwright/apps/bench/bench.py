@@ -27,7 +27,8 @@ class Bench:
     """A run of rows. table.txt and results.json are up to date after each; bench.png comes last."""
 
     def __init__(self, plan: BenchPlan, command: str, gpus: int) -> None:
-        self.plan, self.gpus = plan, gpus
+        self.plan = plan
+        self.gpus = gpus
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
         # What a reader of the results must know to compare them.

@@ -87,7 +87,8 @@ def calibrate(wanted: str, folder: Path) -> Path:
     copied = copied_per_second(device, sizes)
     rates = products(device, sizes, copied)
     if known.name == "cpu":
-        peaks, bandwidth = rates, copied
+        peaks = rates
+        bandwidth = copied
     else:
         # The data sheet's peaks, and a bandwidth that no measurement exceeds.
         peaks = dict(known.peaks)
@@ -304,7 +305,7 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
                 out[name] = seconds_of(replay, device, 0.5) / calls
         else:
             out[name] = seconds_of(repeated, device, 0.5) / calls
-    # The rule adds both times as squares, so what is left of the product's is its own part.
+    # `timing` takes the hypotenuse of the FLOPs' time and a fixed one; this is the fixed one.
     out["product"] = max(out["product"] ** 2 - (2 * side**3 / flops) ** 2, 1e-14) ** 0.5
     return out
 

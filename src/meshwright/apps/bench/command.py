@@ -101,6 +101,7 @@ def main(argv: Wording) -> int:
     words = argv[:at]
     extra = argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
+    # Flags of train in either spelling.
     for word in extra:
         name = word.partition("=")[0].replace("_", "-")
         if name in BENCH_FLAGS:

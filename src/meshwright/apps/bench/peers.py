@@ -61,6 +61,7 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         str(results),
     ]
     with console.open("w") as file:
+        # It ends with the bench, even if that is killed.
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -90,7 +91,8 @@ def read_result(name: str, results: Path, console: Path, seconds: float) -> dict
         figures = {key: value for key, value in best[0].items() if key != "event"}
         return {"name": name, "failed": None, "tried": speeds} | figures
     if tried:
-        reason = f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+        sizes = ", ".join(str(e["micro"]) for e in tried)
+        reason = f"micro-batches {sizes} do not fit"
     else:
         reason = find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
     return {"name": name, "failed": reason}

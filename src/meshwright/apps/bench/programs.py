@@ -253,13 +253,13 @@ def megatron_layers() -> Any:
     return spec
 
 
-def use_torch_in_megatron(optimizer: Any = None) -> None:
+def use_torch_in_megatron(optimizer: Any) -> None:
     """Replace megatron-core's loops over gradients, then its optimizer's loop over parameters."""
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     clip.l2_norm_impl = foreach_norm
     clip.multi_tensor_scale_impl = foreach_scale
     # megatron-core chains optimizers where some parameters are updated apart.
-    for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else []):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             group |= {"fused": True, "foreach": False}
 

@@ -33,11 +33,13 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
             "{mock_data=True}: random tokens have no source; there is nothing to plan"
         )
     config = count_epochs(config)
+    # Sets may read the same files, which are opened once.
     indexed = functools.cache(Indexed)
     sets = [
         plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)
     ]
     warnings = [line for facts in sets for line in facts.pop("warnings")]
+    # What the count leaves out of consideration.
     if config.data.blend_stages:
         warnings.append("--blend-stages: counted as if the first blend held throughout")
     if config.data.blend_change_at is not None:
@@ -80,6 +82,7 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
 
     # A set without documents: --split gives it no share, or too small a one.
     if not sources:
+        # The flag that the user must look at: the set's own, or --split.
         flag = FLAGS.render(spec.paths.flag)
         share = 1.0
         if spec.paths.divided:
@@ -106,6 +109,7 @@ def count_samples(spec: SetSpec, parts: list[SetPart]) -> tuple[list[int], str]:
         return [], "no document"
     if len(parts) == 1:
         return [spec.samples], "one source"
+    # Of many samples the shares say enough; of fewer, the order that training itself makes.
     shares = np.array([part.share for part in parts])
     if spec.samples > EXACT:
         counts = [round(share * spec.samples) for share in shares.tolist()]

@@ -57,6 +57,7 @@ IMPORT_NAMES = {"PyYAML": "yaml", "lm-eval": "lm_eval"}
 NETWORK = re.compile(r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|9p|afs|fuse\.|virtiofs")
 PIP = re.compile(r"(\S*python\S* -m )?pip install [^;]+")
 NAMES = 14  # columns of the names in the table
+RATE_SECONDS = 0.4  # in which products are counted
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def conclude(facts: list[Fact]) -> list[str]:
     fatal = [f"  {f.name}: {f.text}" for f in facts if f.level == "fatal"]
     if fatal:
         return ["Training cannot start here:", *fatal]
+    # The first device in the table is the one that a run takes.
     where = "the CPU"
     for f in facts:
         if "device" in f.values:
@@ -151,8 +153,11 @@ def _program() -> Iterator[Fact]:
     is_clone = PROJECT.is_file()
     version = our_version()
     folder = Path(__file__).parents[2]
-    text = f"{version}, {'a clone' if is_clone else 'installed'} in {folder}"
+    how = "a clone" if is_clone else "installed"
+    text = f"{version}, {how} in {folder}"
     yield Fact("Program", "meshwright", text, values={"version": version})
+
+    # Python, which is older only where someone has forced the installation.
     python = platform.python_version()
     old = sys.version_info < (3, 11)
     text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
@@ -168,8 +173,10 @@ def _program() -> Iterator[Fact]:
         (NEEDED, "", "fatal"),
         (others, ", which some commands import", "problem"),
     ):
-        if missing := [name for name in names if not _is_installed(name)]:
-            yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
+        missing = ", ".join(name for name in names if not _is_installed(name))
+        if missing:
+            text = f"missing: {missing}{why}; {how}"
+            yield Fact("Program", "packages", text, level)
 
 
 def _is_installed(package: str) -> bool:
@@ -269,39 +276,31 @@ def _host() -> Iterator[Fact]:
 
 
 def _torch(version: str, kind: str) -> Fact:
+    # A version such as 2.11.0+cu128, of which two numbers count.
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    text = f"{version}, built for {kind}" if kind != "CPU only" else f"{version}, for CPUs"
-    first, last = ("{}.{}".format(*v) for v in TESTED)
-    strange = not TESTED[0] <= numbers <= TESTED[1]
-    text += f"; Meshwright is tested with {first} to {last}" if strange else ""
-    return Fact(
-        "Compute",
-        "torch",
-        text,
-        "problem" if strange else "ok",
-        {"version": version, "build": kind},
-    )
+    text = f"{version}, for CPUs"
+    if kind != "CPU only":
+        text = f"{version}, built for {kind}"
+    level = "ok"
+    if not TESTED[0] <= numbers <= TESTED[1]:
+        level = "problem"
+        first, last = ("{}.{}".format(*v) for v in TESTED)
+        text += f"; Meshwright is tested with {first} to {last}"
+    return Fact("Compute", "torch", text, level, {"version": version, "build": kind})
 
 
 def _threads(threads: int) -> Fact:
     said = os.environ.get("OMP_NUM_THREADS")
     cores = host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
+    level = "ok"
     if threads > cores:
-        return Fact(
-            "Compute",
-            "threads",
-            f"{text}, more than {cores} cores; unset OMP_NUM_THREADS",
-            "problem",
-        )
-    if said and threads < cores / 2:
-        return Fact(
-            "Compute",
-            "threads",
-            f"{text}, fewer than {cores} cores; unset it for one process",
-            "note",
-        )
-    return Fact("Compute", "threads", text)
+        level = "problem"
+        text += f", more than {cores} cores; unset OMP_NUM_THREADS"
+    elif said and threads < cores / 2:
+        level = "note"
+        text += f", fewer than {cores} cores; unset it for one process"
+    return Fact("Compute", "threads", text, level)
 
 
 def _accelerator(device: Any) -> Fact:
@@ -320,6 +319,7 @@ def _compilers() -> Iterator[Fact]:
         text = "missing: fused kernels and torch.compile do not run; pip install triton"
         yield Fact("Compute", "Triton", text, "problem")
         return
+    # Triton compiles its launchers with the first of these that is there.
     compiler = next(
         (c for c in (os.environ.get("CC"), "gcc", "clang", "cc") if c and shutil.which(c)), None
     )
@@ -351,13 +351,13 @@ def _speeds(where: list[Any]) -> Iterator[Fact]:
         yield Fact("Compute", "speed", f"{shown} measured, {name}", values={"flops": round(speed)})
 
 
-def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4) -> float:
+def _rate(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
     """Return how often a second `work` ends."""
     work()
     wait()
     begin = time.perf_counter()
     count = 0
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < RATE_SECONDS:
         work()
         count += 1
         wait()
@@ -408,6 +408,7 @@ def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[F
             for link in slow[:3]
         ]
         more = f"; and {len(slow) - 3} more" if len(slow) > 3 else ""
+        # A rank that many slow links share is likelier the cause than each of the links.
         counts = Counter(rank for link in slow for rank in (link.a, link.b))
         rank, count = counts.most_common(1)[0]
         common = f"; rank {rank} is in {count} of {len(slow)} slow links" if count > 1 else ""
@@ -456,40 +457,34 @@ def _storage() -> Iterator[Fact]:
             text += " (a container's own disk: it goes with the container)"
         elif NETWORK.match(kind):
             text += " (on a network: put --data-cache-path on a local disk)"
-        few = free < 2 * GIB
-        text += (
-            "; checkpoints need three times the model's size"
-            if few and name == "this folder"
-            else ""
-        )
-        yield Fact(
-            "Disk", name, text, "problem" if few else "ok", {"free": free, "file_system": kind}
-        )
+        level = "ok"
+        if free < 2 * GIB:
+            level = "problem"
+            if name == "this folder":
+                text += "; checkpoints need three times the model's size"
+        yield Fact("Disk", name, text, level, {"free": free, "file_system": kind})
     yield _write_speed(Path.cwd())
     with contextlib.suppress(ImportError, ValueError):
         import resource
 
+        # The hard limit, up to which a run raises its own.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        is_limited = hard != resource.RLIM_INFINITY
-        few = is_limited and hard < 4096
-        text = f"up to {hard:,}" if is_limited else "no limit"
-        text += "; blends of many files need more, see `ulimit -Hn`" if few else ""
-        yield Fact("Disk", "open files", text, "problem" if few else "ok", {"limit": hard})
+        text = f"up to {hard:,}"
+        level = "ok"
+        if hard == resource.RLIM_INFINITY:
+            text = "no limit"
+        elif hard < 4096:
+            level = "problem"
+            text += "; blends of many files need more, see `ulimit -Hn`"
+        yield Fact("Disk", "open files", text, level, {"limit": hard})
     with contextlib.suppress(OSError):
         size = shutil.disk_usage("/dev/shm").total
-        few = size < 256 * MIB
-        hint = (
-            "; several GPUs exchange data there: start the container with --shm-size=1g"
-            if few
-            else ""
-        )
-        yield Fact(
-            "Disk",
-            "/dev/shm",
-            f"{size / GIB:.1f} GiB{hint}",
-            "note" if few else "ok",
-            {"size": size},
-        )
+        text = f"{size / GIB:.1f} GiB"
+        level = "ok"
+        if size < 256 * MIB:  # a container's default is 64
+            level = "note"
+            text += "; several GPUs exchange data there: start the container with --shm-size=1g"
+        yield Fact("Disk", "/dev/shm", text, level, {"size": size})
 
 
 def _write_speed(folder: Path) -> Fact:
@@ -500,6 +495,7 @@ def _write_speed(folder: Path) -> Fact:
             for _ in range(32):
                 file.write(block)
             file.flush()
+            # Until it is on the disk, as a checkpoint is before it counts.
             os.fsync(file.fileno())
             speed = 32 * MIB / (time.perf_counter() - begin)
     except OSError as error:
@@ -524,6 +520,9 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
         for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
             _, place, found, *_ = line.split()
             place = place.replace("\\040", " ")
+            # The longest path is the innermost mount; of two at one place the later one hides the
+            # other.
             if len(place) >= len(best) and (folder / "x").is_relative_to(place):
-                best, kind = place, found
+                best = place
+                kind = found
     return kind

@@ -73,6 +73,7 @@ def score_text(
 ) -> list[Result]:
     """Score `count` documents; `stride` is that of overlapping windows (none: half the length)."""
     length = m.seq_length
+    # By half the length, each token beyond the first window has at least that much context.
     stride = min(stride or max(1, length // 2), length)
 
     # The bar counts documents, but windows are scored: each advances it by its share of a document.

@@ -185,7 +185,8 @@ class EvaluateConfig(ReadConfig):
         e = self.evaluate
         out = []
         if e.task and len(e.valid_data) != 1:
-            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
+            number = len(e.valid_data)
+            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {number}; name the file"
             out.append(Problem(("task", "valid_data"), text))
         if e.steps not in (None, "all"):
             numbers = str(e.steps).split(",")
@@ -221,7 +222,8 @@ ABOUT = f"""Score text with a model. Every token counts, a document's first one 
 
 
 def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_rank_0: bool) -> ReadingTask:
-    c, e = parsed.config, parsed.config.evaluate
+    c = parsed.config
+    e = c.evaluate
     folders = step_folders(c.folders, e.steps)
     # Rank 0 alone reads text; the others score what it hands out.
     texts = read_input(e) if e.input and is_rank_0 else []
@@ -300,13 +302,15 @@ class Scoring:
     """The scoring of one checkpoint after the other, with the results so far."""
 
     def __init__(self, e: Evaluate, folders: list[str], measure: Measure) -> None:
-        self.flags, self.measure = e, measure
+        self.flags = e
+        self.measure = measure
         self.several = len(folders) > 1
         self.waiting = iter(folders)  # in the order in which their models are loaded
         self.results: list[Result] = []
 
     def work(self, m: LanguageModel) -> None:
         """Score the next folder's model, and print the results unless a table of all follows."""
+        # Models come in the order of the folders, one at a time.
         run = str(steps.split_path(next(self.waiting))[0])
         results = [*self.measure(m, run)]
         if not results:
@@ -323,6 +327,7 @@ class Scoring:
         """Print and write the results of all checkpoints at the end of the block."""
         yield
         e = self.flags
+        # A table compares checkpoints; each has been printed if there is one, or as JSON.
         if self.several and not e.json:
             print("\n\n".join(tabulate(results) for results in by_task(self.results)))
         if e.results_path:

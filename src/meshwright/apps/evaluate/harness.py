@@ -103,6 +103,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         # Answers have no loss by which damaged weights would be seen: score the first prompt.
         for request in requests[:1]:
             self.score([Window(self.after_end(request.args[0])[: length + 1])])
+        # All prompts are decoded together, each with the options of its task.
         asked = list[Request]()
         for request in requests:
             context, task_options = request.args
@@ -162,6 +163,7 @@ def score_harness(
         for key, value in row.items():
             if "," in key and isinstance(value, int | float):
                 values[key.removesuffix(",none")] = float(value)
+        # Standard errors are shown, but are no headline.
         measures = [key for key in values if "stderr" not in key]
         # Standard errors are not looked at: a single question has none.
         for key in measures:

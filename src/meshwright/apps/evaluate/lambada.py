@@ -74,6 +74,7 @@ def measure_words(scored: Scored[str]) -> dict[str, float]:
     # A passage is right if each of its counted tokens is.
     correct = int((scored.hits == scored.counted).sum())
     loss = float(scored.nats.mean())
+    # A loss that is not finite stays visible; one that is too large for exp is cut off.
     perplexity = math.exp(min(loss, 700)) if math.isfinite(loss) else loss
     examples = len(scored.documents)
     return {

@@ -43,6 +43,7 @@ class Result:
                 "task": self.task,
                 "values": values,
             } | self.facts
+        # Text and token files have no task, so their measures lie beside the step.
         out = {"step": self.step} | values | self.facts
         if self.by_position:
             out["by_position"] = json_ready(self.by_position)

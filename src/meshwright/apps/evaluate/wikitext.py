@@ -70,6 +70,7 @@ def detokenize(text: str, table: str) -> str:
 
 def read_text(path: str) -> list[str]:
     try:
+        # Ends of lines stay as they are, since bytes and words of the file are counted.
         with open(path, encoding="utf-8", newline="") as file:
             return [file.read()]
     except UnicodeDecodeError as e:
@@ -79,8 +80,8 @@ def read_text(path: str) -> list[str]:
 
 
 def cut_text(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
-    plain = detokenize(text, pick_table(file.path))
-    ids = list(tokenizer.encode(plain))
+    table = pick_table(file.path)
+    ids = list(tokenizer.encode(detokenize(text, table)))
     words = count_words(text)
     if len(ids) < 2 or words < 2:
         raise bad_data(

@@ -95,6 +95,7 @@ def check_caller(
 
     `names` are the server's own, in lower case; `hint` says what to do about another.
     """
+    # A name that another site's owner points at this machine is not one of ours.
     host = headers.get(b"host", b"").decode("latin-1")
     if not is_own_host(host, names):
         message = f"the Host header is {host[:100]!r}, which is not this server; {hint}"
@@ -121,6 +122,7 @@ def is_own_host(host: str, names: Collection[str]) -> bool:
         urlsplit(f"//{host}").port  # noqa: B018 - raises if it is no number
     except ValueError:
         return False
+    # A bare address cannot be pointed elsewhere by anyone's name server.
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name)
         return True
@@ -179,6 +181,7 @@ class RequestGuard:
                 refused = as_refused(error)
                 if status:  # the answer has begun: cut it off
                     raise
+                # What nobody foresaw goes to the log; the client is told no more than that.
                 if refused.status == 500 and refused is not error:
                     traceback.print_exc(file=sys.stderr)
                 await self._refuse(refused, None if is_read else receive, reply)
@@ -199,7 +202,9 @@ class RequestGuard:
                 raise Refusal(f"duplicate header {name.decode()}; send it once")
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refusal(f"HTTP/{scope['http_version'][:9]} is not supported; use HTTP/1.1")
+        # The first of several headers of a name counts.
         headers = dict(reversed(pairs))
+        # Servers and proxies disagree about which of the two counts, which hides requests.
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise Refusal(
                 "content-length and transfer-encoding cannot be combined; send one of them"

@@ -34,6 +34,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # Each costs a descriptor, of which a process has few.
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
         self._watch(fresh=True)
@@ -66,6 +67,7 @@ class LimitedProtocol(H11Protocol):
             phase = "header"
         elif phase == "body":  # between two requests uvicorn's own time-out applies
             phase = None
+        # The clock runs on from the first byte, so sending slowly gains nothing.
         if phase == self._phase:
             return
         if self._reading is not None:
@@ -90,6 +92,7 @@ class LimitedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        # The reader takes nothing, and answers would pile up in memory.
         self._writing = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -156,6 +159,7 @@ class HttpServer(uvicorn.Server):
 
 def make_server(app: Any, read_timeout: float) -> HttpServer:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the guard reports errors
+    # uvicorn makes the protocols itself, so the limit is an attribute of their class.
     limited = type("LimitedProtocol", (LimitedProtocol,), {"seconds": read_timeout})
     config = uvicorn.Config(
         app,

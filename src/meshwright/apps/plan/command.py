@@ -107,8 +107,9 @@ class LayoutPlanConfig(TrainConfig):
         p = self.plan
         out = []
         if p.gpus and self.parallel.world_size not in (None, p.gpus):
-            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')} are one setting; give one"
-            out.append(Problem(("gpus", "world_size"), both))
+            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')}"
+            text = f"{both} are one setting; give one"
+            out.append(Problem(("gpus", "world_size"), text))
         if p.write and not p.write.endswith(".toml"):
             text = f"{stated(p, 'write')} writes settings in TOML; give a name that ends in .toml"
             out.append(Problem(("write",), text))
@@ -291,7 +292,8 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 
 def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
     """Return the number of ids: that of the flags or the data, else that of the preset's source."""
-    t, d = config.tokenizer, config.data
+    t = config.tokenizer
+    d = config.data
     is_named = t.tokenizer or t.vocab_file or t.tokenizer_model
     if is_named or d.data_path or d.train_data_path or config.checkpoint.load:
         from meshwright.training.before.resolve import find_vocabulary
@@ -307,7 +309,8 @@ def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
 
 def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
     """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
-    config, machine = start.config, start.machine
+    config = start.config
+    machine = start.machine
     if config.training.global_batch_size is None:
         raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))

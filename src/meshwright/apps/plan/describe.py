@@ -177,7 +177,8 @@ def sent_lines(prediction: Prediction) -> list[str]:
 
 def time_lines(prediction: Prediction, length: float | None, price: float | None) -> list[str]:
     """Return the time of a step and of the run; `length` is in steps."""
-    time, c = prediction.time, prediction.config
+    time = prediction.time
+    c = prediction.config
     rows = [(name, f"{seconds:,.3f} s") for name, seconds in time.parts.items()]
     rows += [
         ("step", f"{time.seconds:,.3f} s"),

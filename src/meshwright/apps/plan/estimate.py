@@ -379,7 +379,10 @@ def sharded_bytes(
     weights = (shape.rest + (1 + others) * shape.layer) * low
     layer_gradients = max(shape.layer * low, others * (shape.layer * full - kept))
     during = weights, shape.table * low + layer_gradients
-    after = weights - shape.layer * low, shape.layer * (low + full) - kept - layer.passing
+    after = (
+        weights - shape.layer * low,
+        shape.layer * (low + full) - kept - layer.passing,
+    )
     # Whichever moment needs more: within the layers' backward pass, or right after it.
     return max(during, after, key=sum)
 
@@ -402,11 +405,13 @@ def muon_bytes(c: TrainConfig) -> float:
 
     # A rank has its own matrices' updates, what it sends back of them, and its part of all.
     of_all = layers * sum(map(math.prod, matrices))
-    at_once = min(of_all, MUON_CHUNK * tp * data)
+    ranks = tp * data
+    at_once = min(of_all, MUON_CHUNK * ranks)
     cut = tp * (data if p.zero_stage else 1)
     sent = min(at_once, MUON_CHUNK * cut) / cut
     own = at_once / tp / data
-    return 2 * (own + 2 * sent + min(sent, MUON_CHUNK))
+    part = min(sent, MUON_CHUNK)
+    return 2 * (own + 2 * sent + part)
 
 
 def update_bytes(c: TrainConfig) -> float:
@@ -415,13 +420,13 @@ def update_bytes(c: TrainConfig) -> float:
     if o.optimizer == "muon":
         return muon_bytes(c)
 
-    # Other rules work in place by a kernel, of ours or torch's, unless neither has the rule.
+    # AdamW and SGD work in place, by torch's kernels or ours; what neither has goes by chunks.
     is_gathered = c.parallel.zero_stage == 3 and data_parts(c) > 1
     is_rounded_sgd = o.optimizer == "sgd" and is_rounded(o)
     if not (o.optimizer == "lion" or is_rounded_sgd or (is_beyond_torch(o) and is_gathered)):
         return 0.0
     shapes = shapes_of_layer(c.model, c.parallel.tensor_model_parallel_size)
-    # Rounding goes parameter by parameter, with two more tensors of their size.
+    # A state of fewer bits goes parameter by parameter, and takes two tensors more.
     if is_rounded(o):
         return 6 * FLOAT * min(CHUNK, max(map(math.prod, shapes.values())))
     return 4 * FLOAT * min(CHUNK, count(shapes))
@@ -629,8 +634,7 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     # ahead within a step, so its seconds are added up on their own.
     host = 0.0
     if not waits and not terms.has_graphs:
-        for step in (stage, embedding, head):
-            host += step.forward.host + step.backward.host
+        host = sum(work.host for step in (stage, embedding, head) for work in step)
     shard = waits * terms.launching({"collective": timing.SHARD_LAUNCHES})
     return EstimatedWork(
         seconds(stage, own), seconds(embedding), seconds(head), message, host, shard

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 GRAPHS = 72 << 20  # bytes of the driver for CUDA graphs, measured on an H100
 NCCL = 365 << 20  # bytes of NCCL in each of several processes, measured on two H100
+CHILD_SECONDS = 300  # in which a process of its own must have measured
 SYMMETRIC_TRIAL = 16 << 20  # bytes of the trial of sums by copy engines
 # Memory that cuBLAS works in, once for the thread of each pass, and that of cuBLASLt.
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
@@ -115,7 +116,6 @@ def measure_in_child(
     profile: Device,
     ranks: Sequence[int],
     niceness: int = 10,
-    timeout: float = 300,
 ) -> list[RankMemory] | None:
     """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
 
@@ -135,7 +135,7 @@ def measure_in_child(
             env=os.environ | dict.fromkeys(HIDES.values(), ""),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=CHILD_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -57,7 +57,8 @@ class Prediction:
 
     @cached_property
     def padded(self) -> int:
-        m, p = self.config.model, self.config.parallel
+        m = self.config.model
+        p = self.config.parallel
         divisor = m.make_vocab_size_divisible_by
         return padded_size(
             self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to
@@ -158,7 +159,7 @@ def find_machine(
 def this_device() -> DeviceProfile:
     """Return the profile of this machine's devices: of its GPU, or of its CPU if it has none."""
     try:
-        # Asked of the driver's tool: importing torch takes seconds, and opens the device.
+        # The driver's tool is asked, since importing torch takes seconds.
         product = ask_nvidia_smi("name", "csv,noheader").splitlines()[0]
     except (RuntimeError, IndexError):
         return load_profile("cpu")

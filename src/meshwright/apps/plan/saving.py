@@ -24,7 +24,8 @@ class SaveTime:
 
 def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveTime:
     """Predict a save in the native format; every machine writes to a disk of its own speed."""
-    p, o = config.parallel, config.optimizer
+    p = config.parallel
+    o = config.optimizer
     _, full = traffic.number_bytes(config)
 
     # Bytes of a parameter: its master, its average and its moments.

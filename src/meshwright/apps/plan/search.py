@@ -113,7 +113,7 @@ class LegalLayouts:
     # Shapes: the numbers of ranks and the format, for any batch
 
     def shapes(self) -> Iterator[LayoutSizes]:
-        # What is chosen later begins with its least value, which the checks refuse last.
+        # What is chosen later has its least value here, so that the checks do not refuse it.
         start = estimate.layout_of(self.run.config)
         if "micro_batch_size" not in self.freedom.fixed:
             start = start._replace(micro_batch_size=1)
@@ -274,7 +274,7 @@ class Search:
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
-        # Estimates rank all layouts, and cost milliseconds; a full prediction costs seconds.
+        # Estimates, which are quick, rank all layouts; a full prediction takes seconds.
         run = self.run_of(config)
         found = self.found
         ranked = self.ranked(run)
@@ -460,7 +460,8 @@ MOST_CHANGES = 3
 
 def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
     """Return for each setting the values with which a rank may need less memory."""
-    p, t = c.parallel, c.training
+    p = c.parallel
+    t = c.training
     now = RECOMPUTE.index(t.recompute_granularity)
     tp = p.tensor_model_parallel_size
     pp = p.pipeline_model_parallel_size

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.apps.plan import timeline, traffic
 from meshwright.apps.plan.measure.operations import Heads, Operations, StepOperations
@@ -40,9 +40,6 @@ from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
-
-if TYPE_CHECKING:
-    from meshwright.training.network import Model
 
 # The closed form: the bytes and the kernels of a layer's passes, as multiples of a fused block's.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {
@@ -104,7 +101,7 @@ class Step(NamedTuple):
 
 
 def measured_operations(
-    config: TrainConfig, padded: int, profile: DeviceProfile, model: Model | None = None
+    config: TrainConfig, padded: int, profile: DeviceProfile
 ) -> StepOperations | None:
     """Return what a step executes, by the measurement that its memory is known from.
 
@@ -114,7 +111,7 @@ def measured_operations(
         return None
     from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
 
-    return operations_of_step(config, padded, model) if is_measurable(config) else None
+    return operations_of_step(config, padded) if is_measurable(config) else None
 
 
 def terms_of(
@@ -154,8 +151,10 @@ class StepTerms:
         self.links = links
         self.layers: dict[tuple[bool, bool], Step] = {}
         self.stages: dict[tuple[object, ...], Step] = {}
-        m, p = config.model, config.parallel
-        self.m, self.p = m, p
+        m = config.model
+        p = config.parallel
+        self.m = m
+        self.p = p
         self.tp = p.tensor_model_parallel_size
         self.cp = p.context_parallel_size
         self.pp = p.pipeline_model_parallel_size
@@ -424,7 +423,8 @@ class StepTerms:
 
     def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
         """Return how many layers of a stage have a window or not, and multiply in fp8 or not."""
-        m, precision = self.m, self.config.precision
+        m = self.m
+        precision = self.config.precision
         if not m.window and not precision.first_last_layers_bf16:
             return {(False, bool(precision.fp8_format)): count}
         windowed = set(m.windowed_layers)
@@ -460,7 +460,8 @@ class StepTerms:
     def embedding(self, backward: bool) -> Work:
         """Return the work of the embedding in one direction."""
         size = self.rows * self.hidden * self.low
-        passes = self.a_pass(5 * size if backward else 3 * size, 3)
+        times = 5 if backward else 3
+        passes = self.a_pass(times * size, 3)
         host = self.launching({"torch": 8})
         return Work(passes=passes, host=host) + self.wait_of_embedding()
 
@@ -493,7 +494,8 @@ class StepTerms:
 
     def result(self) -> StepTime:
         """Return a step of the slowest rank."""
-        config, profile = self.config, self.profile
+        config = self.config
+        profile = self.profile
         stages = self.all_stages()
 
         # The passes of all micro-batches on the slowest rank.
@@ -578,7 +580,8 @@ class StepTerms:
         """Return the seconds of each stage's passes and of a message."""
         forward = tuple(self.passes_seconds(stage.forward) for stage in stages)
         backward = tuple(self.passes_seconds(stage.backward) for stage in stages)
-        message = self.sending("pipeline", traffic.message_bytes(self.config))
+        size = traffic.message_bytes(self.config)
+        message = self.sending("pipeline", size)
         return timeline.StageTimes(forward, backward, message)
 
     def update_host(self) -> float:

@@ -88,8 +88,8 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
 
 def tensor_messages(config: TrainConfig) -> tuple[int, int]:
     """Return the collectives of a layer between tensor ranks, forward and backward."""
-    # A pair of matrices has one sum of the second's outputs forward, and one of the first's inputs'
-    # gradient backward; with sequence parallelism each is a gather and a scatter.
+    # Of a pair, the second's outputs are summed forward, and the gradient of the first's inputs
+    # backward. With sequence parallelism a gather and a scatter take the place of each sum.
     pairs = Counter(matrix.pair for matrix in matrices_of(config.model).values())
     first = pairs["first"]
     second = pairs["second"]
@@ -123,10 +123,11 @@ def symmetric_rows(config: TrainConfig, ranks_within: int) -> int:
 
 def context_bytes(config: TrainConfig) -> float:
     """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
-    p, m = config.parallel, config.model
+    p = config.parallel
+    m = config.model
     n = p.context_parallel_size
     heads = m.num_attention_heads or 1
-    # An all-to-all of q, k, v and the output, each from a part of the tokens to one of the heads.
+    # Of q, k, v and the output, which change between parts of the tokens and parts of the heads.
     columns = 2 * (heads + m.groups) * m.head_dim // p.tensor_model_parallel_size
     low, _ = number_bytes(config)
     return (n - 1) / n * rows(config) * columns * low
@@ -187,7 +188,8 @@ def owner_bytes(config: TrainConfig) -> float:
 
 def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     """Return the most bytes that a rank sends in a step, by dimension; no dimension of one rank."""
-    p, m = config.parallel, config.model
+    p = config.parallel
+    m = config.model
     pp = p.pipeline_model_parallel_size
     count = config.micro_batches(config.global_batch)
     most = max(parameters_of_ranks(config, padded))

@@ -146,7 +146,8 @@ class TrainingLines:
 
     def __call__(self, line: str) -> str | None:
         if interval := read_step_line(line):
-            self.total, before = interval.total, self.shown
+            self.total = interval.total
+            before = self.shown
             self.shown = SHOWN_LINES * interval.iteration // interval.total
             return str(interval) if self.shown > before else None
         if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):

@@ -53,7 +53,8 @@ def start_tour(
 ) -> int:
     """Make the model, or the rest of an unfinished one; return 130 after Ctrl-C."""
     require_parts()
-    folder, name = request.folder, request.name
+    folder = request.folder
+    name = request.name
     mark = f".meshwright-{name}"  # marks a folder as a tour's, and holds its progress
     progress = folders.TourProgress(folder / mark, request.settings)
     tour = Tour(folder, f"{name}.log", request.device)

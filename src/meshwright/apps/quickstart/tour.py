@@ -113,7 +113,8 @@ class Tour:
         table = self.call(*command, "--device", self.device)
         # From the table that the user sees: the first figure of this name.
         ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
-        return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
+        theirs = compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
+        return ours, theirs
 
     def generate(self, prompt: str, length: int, *how: str) -> None:
         argv = ["generate", self.run, "--prompt", prompt, "--max-new-tokens", str(length), *how]

@@ -178,12 +178,28 @@ def figures(r: ComparedRun) -> dict[str, Any]:
 
 
 # The settings that decide which tokens a validation reads.
-_VALIDATED_ON = """
-    data_path data_args_path valid_data_path per_split_data_args_path valid_weighted_split_paths
-    valid_weighted_split_paths_path multiple_validation_sets full_validation split split_arithmetic seq_length seed
-    mock_data eval_iters eval_interval global_batch_size vocab_file tokenizer_model tokenizer_type
-    tokenizer
-""".split()
+_VALIDATED_ON = (
+    "data_path",
+    "data_args_path",
+    "valid_data_path",
+    "per_split_data_args_path",
+    "valid_weighted_split_paths",
+    "valid_weighted_split_paths_path",
+    "multiple_validation_sets",
+    "full_validation",
+    "split",
+    "split_arithmetic",
+    "seq_length",
+    "seed",
+    "mock_data",
+    "eval_iters",
+    "eval_interval",
+    "global_batch_size",
+    "vocab_file",
+    "tokenizer_model",
+    "tokenizer_type",
+    "tokenizer",
+)
 
 
 def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:

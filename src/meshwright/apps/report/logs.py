@@ -328,7 +328,7 @@ def config_of(log: Log) -> str:
         stated = arguments.get(argument)
         if stated and re.fullmatch(r"\d+", stated):
             return stated
-        # The last one: a folder's name may state another than the log's own.
+        # The last one is in the log's own name; its folder may state another.
         in_name = re.findall(rf"(?:^|[_/]){short}(\d+)", name, re.I)
         return str(in_name[-1]) if in_name else None
 

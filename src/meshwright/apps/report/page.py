@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,8 +52,8 @@ CERTIFICATE_LIMIT = 16 << 20  # bytes
 RELOAD = 30  # seconds
 # Reload the page of a run that goes on, until it is no longer written.
 SCRIPT = """<script>
-const late = Date.now() - WRITTEN - PATIENCE;
-if (late < 0) setTimeout(() => location.reload(), RELOAD);
+const late = Date.now() - $written - $patience;
+if (late < 0) setTimeout(() => location.reload(), $reload);
 else addEventListener("DOMContentLoaded", () => {
   document.getElementById("state").textContent = "No longer updated. The run was killed, or is in a very long step. ";
 });
@@ -111,14 +112,12 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
 
 def reloading(now: float) -> list[str]:
     """Return the head of a page that reloads itself; without scripts, for ever."""
-    script = SCRIPT
-    # A page from disk asks no server, so the times are written into its script.
-    for word, milliseconds in (
-        ("WRITTEN", 1e3 * now),
-        ("PATIENCE", 1e3 * PATIENCE),
-        ("RELOAD", 1e3 * RELOAD),
-    ):
-        script = script.replace(word, str(round(milliseconds)))
+    # A page from disk asks no server, so the times are written into its script, in milliseconds.
+    script = Template(SCRIPT).substitute(
+        written=round(1e3 * now),
+        patience=round(1e3 * PATIENCE),
+        reload=round(1e3 * RELOAD),
+    )
     return [script, f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD}"></noscript>']
 
 
@@ -227,7 +226,8 @@ def explain_twice(checks: list[Validation]) -> list[str]:
     if losses[0] == losses[-1]:
         return []
     # The check at an interval and the one at the end of training read on in the validation data.
-    both = f"{losses[0]:.4f}, at the end {losses[-1]:.4f}"
+    first, *_, again = losses
+    both = f"{first:.4f}, at the end {again:.4f}"
     return [f"Step {last:,} was validated twice, on other batches: {both}."]
 
 
@@ -466,7 +466,8 @@ def score_plot(name: str, scores: dict[int, float]) -> str:
     points = np.array(sorted(scores.items()), dtype=np.float64)
     x, y = points.reshape(-1, 2).T
     plot.draw_line(axes, x, y, plot.POINT, smooth=False)
-    return plot.embed_figure(figure, name, describe_column(name))
+    note = describe_column(name)
+    return plot.embed_figure(figure, name, note)
 
 
 def resumed_at(history: History) -> list[int]:

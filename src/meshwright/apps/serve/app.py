@@ -75,6 +75,7 @@ class TextServer:
         self.app = make_site(FILES, routes, limits, self.observe, ["/health"])
 
     def observe(self, path: str, status: int, seconds: float) -> None:
+        # Paths that nobody serves are one: anyone could make up millions.
         self.metrics.requests[path if path in self.paths else "other", status] += 1
         self.metrics.observe("request_seconds", seconds)
 
@@ -157,7 +158,8 @@ class Endpoint:
     def __init__(
         self, server: TextServer, answer: Callable[[Fields, Send], Awaitable[None]]
     ) -> None:
-        self.server, self.answer = server, answer
+        self.server = server
+        self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self.server.limits
@@ -169,6 +171,7 @@ class Endpoint:
         fields = Fields(parse_object(await read_body(receive, limits)))
         # Whichever comes first: the answer is complete, or its client has left.
         with self.server.scheduler.seat():
+            # The answer ends when the client leaves, which frees its rows of the decoder.
             work = asyncio.ensure_future(self.answer(fields, send))
             gone = asyncio.ensure_future(until_gone(receive))
             try:
@@ -191,6 +194,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, limits: Limits) -> bytes:
+    # The size is checked as parts arrive: what a client announces need not be true.
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.read_seconds):
@@ -211,7 +215,10 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
 
 async def send_json(send: Send, value: Any) -> None:
     body = orjson.dumps(value)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -236,8 +243,10 @@ def run_server(
         try:
             await http.serve([listening])
         finally:
+            # The thread may be in a step for some time.
             await asyncio.to_thread(scheduler.close)
 
+    # With port 0 the system has chosen one.
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     console.say(

@@ -99,6 +99,7 @@ class ServeConfig(ReadConfig):
         if s.api_key is not None and not is_key(s.api_key):
             text = f"{{api_key}} must have at least {SHORTEST_KEY} letters and digits, no spaces"
             out.append(Problem(("api_key",), text))
+        # Anyone who reaches the port could use the model.
         if not s.is_local and s.api_key is None and s.api_key_file is None:
             text = f"{stated(s, 'host')} lets other machines in; set {{api_key_file}}, or listen on 127.0.0.1"
             out.append(Problem(("host",), text))
@@ -115,7 +116,9 @@ ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try th
 
 
 def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> ReadingTask:
-    c, s = parsed.config, parsed.config.serve
+    c = parsed.config
+    s = c.serve
+    # A mistake in the key, or a missing package, is found before the model is loaded.
     key = s.key()
     if key is not None and not is_key(key):
         raise SettingsError(
@@ -123,6 +126,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
         )
     # A missing package is found before minutes go into loading a model.
     try:
+        # The extra `serve`, which a plain installation does not have.
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
@@ -131,6 +135,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
     from meshwright.generation.templates import choose_template
 
+    # A template that is not the model's is found before its weights are read.
     def check(model: CheckedModel) -> None:
         choose_template(s.chat_template, model.tokenizer, model.saved.tokenizer_folder)
 
@@ -161,6 +166,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
 def listen(host: str, port: int) -> socket.socket:
     try:
+        # A name may stand for an address of IPv6.
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:

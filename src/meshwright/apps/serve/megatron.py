@@ -60,6 +60,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     stop_token = f.integer("stop_token", tokenizer.eod, 0, served.model.model.vocab - 1)
     penalty = f.number("length_penalty", 1.0, -100, 100)
     f.refuse_rest()
+    # Arguments that would have no effect are refused, as unknown ones are.
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
         raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
     if width is not None and (len(prompts) > 1 or logprobs or ends or pair):
@@ -141,6 +142,7 @@ async def answer_megatron(
             "segments": segments(tokenizer, rows),
             "scores": scores,
         }
+    # Without beams the texts are decoded beside those of other requests.
     job = QueuedRequest(call.requests, seconds)
     events: list[list[Event]] = [[] for _ in call.requests]
     with scheduler.generating(job):
@@ -164,7 +166,7 @@ async def answer_megatron(
     return {
         "text": [tokenizer.decode(ids) for ids in rows],
         "segments": segments(tokenizer, rows),
-        "logprobs": logprobs,
+        "logprobs": logprobs if call.logprobs else None,
     }
 
 
@@ -176,6 +178,7 @@ def end_text(request: Request, tokenizer: Tokenizer, events: list[Event]) -> lis
     """
     if events and events[-1].finish == "stop" and events[-1].token == tokenizer.eod:
         events = events[:-1]
+    # The prompt ends a line, so an empty line needs one more end of line alone.
     is_open = request.stop == ("\n\n",) and tokenizer.decode(request.prompt[-1:]).endswith("\n")
     if not is_open:
         return events

@@ -108,12 +108,14 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     best_of = f.integer("best_of", n, 1, MOST_TEXTS)
     f.only("suffix", ("",), NO_SUFFIX)
     stream, usage = read_stream(f)
+    # The best are known only when all have ended, so a stream cannot choose.
     if best_of < n or (best_of > n and stream):
         raise Refusal(
             f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of"
         )
     # Each prompt keeps the end that leaves room for its text.
     if reads_end_only(f):
+        # The end of each prompt, with room for the text after it.
         prompts = [prompt[-max(1, served.model.seq_length - length) :] for prompt in prompts]
     requests = read_texts(f, served, prompts, best_of, length, ())
     # The best texts are those whose tokens are likeliest, which must be known to choose them.
@@ -177,6 +179,7 @@ def read_texts(
     presence, frequency = (
         f.number(f"{name}_penalty", 0.0, -2, 2) for name in ("presence", "frequency")
     )
+    # Without a seed each request draws its own, as a caller expects of chance.
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in NEUTRAL.items():
@@ -308,6 +311,7 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         # The content is a text, or a list of parts, of which only those of text can be read.
         content = message.get("content")
         if isinstance(content, list):
+            # A content in parts must be text throughout: images are not read, and not passed over.
             is_text = [
                 isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text"
                 for p in content
@@ -337,6 +341,7 @@ def render(
     """
     tokenizer = served.model.tokenizer
     template = served.template
+    # Before the text is encoded, which takes long for a large one.
     require_size(served, sum(len(m["content"]) for m in messages))
     # What the system says begins the dialogue, whichever turns are left out.
     system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
@@ -496,6 +501,7 @@ def choice_of(
     if call.logprobs is not None:
         out["logprobs"] = chat_logprobs(tokenizer, piece.tokens)
     if call.stream:
+        # The first part names the role, also if it has no text yet.
         delta = {"content": piece.text} if piece.text or is_first else {}
         out["delta"] = {"role": "assistant"} | delta if is_first else delta
     else:
@@ -522,6 +528,7 @@ async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest)
         # Of each prompt's texts the best n, or all in their order.
         rows: list[int] = list(range(first, first + call.best_of))
         if call.best_of > call.n:
+            # The mean, so that short texts have no advantage.
             rows.sort(key=lambda row: -texts[row].mean)
         for row in rows[: call.n]:
             choices.append(choice_of(call, served, len(choices), texts[row].whole))
@@ -541,6 +548,7 @@ async def stream_call(
     async for row, event in job.events():
         # A token that ends no character, or may begin a stop string, says nothing yet.
         piece = texts[row].push(event)
+        # A token may end within a character, and so add nothing yet.
         if not (piece.text or piece.tokens or piece.finish):
             continue
         part = choice_of(call, served, row, piece, row not in begun)

@@ -51,6 +51,7 @@ class QueuedRequest:
         self.deadline = asyncio.get_running_loop().time() + seconds
         self.on_first: Callable[[], None] = lambda: None  # called at the first token
         self.generated = 0  # tokens so far
+        # Texts that are not in the decoder yet; the thread takes them.
         self.pending = deque(enumerate(requests))
         self.active: set[int] = set()  # ids in the decoder, known to the thread
         self.unfinished = len(requests)
@@ -84,6 +85,7 @@ class Scheduler:
         self.broken: BaseException | None = None  # what ended the thread, if not close()
         self.on_break: Callable[[], None] = lambda: None  # called in the event loop
         self._seconds = 1.0  # of a request, a moving mean
+        # The thread alone changes these: the loop asks it to, through the inbox.
         self._turns: deque[QueuedRequest] = deque()
         self._rows: dict[int, tuple[QueuedRequest, int]] = {}
         # Other threads change no state of the decoder's: they leave commands for it here.
@@ -132,6 +134,7 @@ class Scheduler:
             yield
         finally:
             self.seats -= 1
+            # A moving mean over the last ten requests or so.
             self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
 
     @contextlib.contextmanager
@@ -203,6 +206,7 @@ class Scheduler:
                 job.active.discard(event.id)
             batch.append((job, (number, event)))
         if batch:
+            # One call for all of a step's tokens: each wakes the loop.
             self._loop.call_soon_threadsafe(_put_all, batch)
 
     def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
@@ -249,6 +253,7 @@ class Scheduler:
             job = self._turns.popleft()
             number, request = job.pending.popleft()
             try:
+                # A request that cannot be decoded is answered; the others go on.
                 row = self.decoder.submit(request)
             except UserError as error:
                 self._loop.call_soon_threadsafe(job.arrived.put_nowait, error)
@@ -260,6 +265,7 @@ class Scheduler:
                 self._turns.append(job)
 
     def _jobs(self) -> list[QueuedRequest]:
+        # A request may have texts at work and others waiting.
         both = itertools.chain(self._turns, (job for job, _ in self._rows.values()))
         return list({id(job): job for job in both}.values())
 

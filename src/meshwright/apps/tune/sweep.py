@@ -140,6 +140,7 @@ class Sweep:
                 if run.state not in FINAL_STATES:
                     run.state = "waiting"
                     waiting.append(run)
+                # Finished runs too are what later ones are compared with.
                 self.note_rungs(run)
             with host.handled([signal.SIGTERM], end_sweep):
                 try:
@@ -169,6 +170,7 @@ class Sweep:
 
     def start(self, run: SweepRun, slot: int, slots: list[dict[str, str]]) -> None:
         log = self.plan.folder / f"{run.name}.log"
+        # A link in the sweep's folder would lead the run elsewhere.
         require_unlinked(self.plan.folder / run.name)
         with open(log, "ab", opener=own_file) as output:
             process = subprocess.Popen(
@@ -209,13 +211,15 @@ class Sweep:
         self.say(run, run.state)
 
     def say(self, run: SweepRun, event: str) -> None:
-        ended = sum(each.state in FINAL_STATES for each in self.runs.values())
-        line = f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}"
+        now = time.strftime("%H:%M:%S")
+        line = f"{now} {event:<11} {run.name}"
         if event != "started" and run.tail:
             loss = last_loss(run.tail)
-            line += "" if loss is None else f"   loss {loss:.4f}"
+            if loss is not None:
+                line += f"   loss {loss:.4f}"
         if run.note:
             line += f"   ({run.note})"
+        ended = sum(each.state in FINAL_STATES for each in self.runs.values())
         print(f"{line}   {ended} of {len(self.runs)} ended")
 
     def note_rungs(self, run: SweepRun) -> None:
@@ -231,6 +235,7 @@ class Sweep:
         if not isinstance(total, int) or total > MOST_STEPS:
             return
         last = tail.column("iteration")[-1]
+        # The last step's own validation is there once the run has ended.
         has_ended = attempt.end is not None
         for fraction in self.plan.stop_at:
             step = max(1, round(fraction * total))
@@ -240,9 +245,14 @@ class Sweep:
     def reason_to_stop(self, run: SweepRun) -> str:
         """Return why a run must end now, or an empty text."""
         for step, loss in run.rungs.items():
-            losses = sorted(each.rungs[step] for each in self.runs.values() if step in each.rungs)
+            # All runs that came to this step, whether they go on or not.
+            losses = []
+            for each in self.runs.values():
+                if step in each.rungs:
+                    losses.append(each.rungs[step])
+            losses.sort()
             best = math.ceil(self.plan.share * len(losses) - 1e-9)  # 0.07 x 100 is above 7
-            if not loss <= losses[best - 1]:
+            if not loss <= losses[best - 1]:  # also if it is not a number
                 return f"{loss:.4f} at step {step:,}: not among the best {best} of {len(losses)}"
         return ""
 
@@ -272,10 +282,14 @@ def loss_at(tail: RunTail, step: int) -> float:
     """Return the loss by which a run is compared at a step; infinity if it is not a number."""
     checks = [loss for i, loss in tail.record.mean_validations() if i <= step]
     if checks:
-        return checks[-1] if math.isfinite(checks[-1]) else math.inf
+        last = checks[-1]
+        return last if math.isfinite(last) else math.inf
+
+    # Without validations the mean over some steps, as a run's final training loss is one.
     steps = tail.column("iteration")
     first = step - max(10, final_steps(step, 1))  # of the steps whose mean is taken, less one
-    is_counted = (tail.column("skipped") == 0) & (steps <= step) & (steps > first)
+    is_taken = tail.column("skipped") == 0
+    is_counted = is_taken & (steps <= step) & (steps > first)
     recent = tail.column("loss")[is_counted]
     return float(recent.mean()) if len(recent) else math.inf
 
@@ -304,6 +318,7 @@ def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict
     An earlier start that trained nothing binds no later one.
     """
     runs = read_runs_of_sweep(folder)
+    # Runs of other flags cannot be compared; those that never began may be forgotten.
     if runs and (earlier := read_record(folder)["train_flags"]) != train_flags:
         for run in runs.values():
             if run.state in FINAL_STATES or (run.tail and run.tail.count):
@@ -313,6 +328,7 @@ def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict
         runs = {}
     for point in points:
         name = name_of_point(point)
+        # A run of an earlier start keeps what became of it.
         runs.setdefault(name, SweepRun(name, point))
     return runs
 
@@ -355,6 +371,7 @@ def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]
         raise SettingsError(f"{{devices_per_run={ranks}}}: this machine has {count}")
     jobs = jobs or max(parts, 1)
     threads = {}
+    # So many processes would each take all cores.
     if "OMP_NUM_THREADS" not in os.environ:
         threads["OMP_NUM_THREADS"] = str(max(1, host.cores() // (jobs * ranks)))
     variable = devices.hiding_variable() if count else None

@@ -81,7 +81,7 @@ def make_baseline(config: TrainConfig, on_accelerator: bool = False) -> Baseline
     ranks = c.parallel.tensor_model_parallel_size * c.parallel.context_parallel_size
     length = c.data.seq_length or 0
     if not length or length > SMALL_LENGTH:
-        # At least 16 tokens, of which all ranks that divide them have as many.
+        # At least 16 tokens, in a multiple of the ranks that share them out.
         length = -(-16 // ranks) * ranks
     positions = model.max_position_embeddings
     if positions:

@@ -58,7 +58,8 @@ def certificate(
     config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]
 ) -> dict[str, Any]:
     """Return the values of the file, all as JSON has them."""
-    p, device = config.parallel, setup.device
+    p = config.parallel
+    device = setup.device
     settings = flags.to_dict(config)
     defaults = flags.to_dict(TrainConfig())
     # The settings that a reader would have to give to compare again.

@@ -432,8 +432,8 @@ def kind_of(name: str) -> str:
 
 def split_state(named: TensorBoxes) -> tuple[TensorBoxes, TensorBoxes]:
     """Return the weights of a state, and its moments."""
-    weights = {name: x for name, x in named.items() if not kind_of(name)}
     moments = {name: x for name, x in named.items() if kind_of(name)}
+    weights = {name: x for name, x in named.items() if name not in moments}
     return weights, moments
 
 
@@ -575,7 +575,8 @@ class _Comparing:
         sizes = self.team.run_on_rank_0(lambda: sizes_of(self.drawn))
         for name in sizes.keys() | totals.keys():
             if totals.get(name) != sizes.get(name):
-                self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
+                about = f"{name} (elements held)"
+                self.seen.note(Q.DRAWN, about, 0, math.inf)
 
     def compare_step(self, step: int, made: RecordedStep, stage: Quantity | None = None) -> None:
         """Compare a step of the layout with that of one process.

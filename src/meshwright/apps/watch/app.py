@@ -50,6 +50,7 @@ def make_app(watcher: Watcher) -> RequestGuard:
     """Return the application; the caller starts the watcher."""
 
     def answer(value: Any) -> Response:
+        # JSON has no NaN, and JavaScript reads null as a gap.
         text = json.dumps(json_ready(value, lambda x: None))
         return Response(text, media_type="application/json")
 
@@ -69,6 +70,7 @@ def make_app(watcher: Watcher) -> RequestGuard:
         unit, factors = loss_units(list(runs.values()))
         out = {}
         for (folder, run), factor in zip(runs.items(), factors, strict=True):
+            # The thread that follows the runs adds rows meanwhile.
             with run.lock:
                 out[folder] = curves(run, view, factor)
             out[folder]["loss_unit"] = unit
@@ -131,6 +133,7 @@ async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
     sent = -1
     waited = 0.0
     while not watcher.is_over():
+        # Silence makes proxies and browsers give the connection up.
         if watcher.version != sent or waited >= SILENCE_SECONDS:
             sent = watcher.version
             waited = 0.0
@@ -143,6 +146,7 @@ async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
 def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:
     """Serve the page on this machine's own address until a signal."""
     try:
+        # On this machine's own address alone: a run's samples and paths are nobody else's.
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         hint = "choose another --port, or 0 for any free one"
@@ -150,6 +154,7 @@ def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> No
             f"{{port={port}}}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE
         ) from None
     http = make_server(make_app(watcher), READ_SECONDS)
+    # Streams of events would hold the server's end up.
     watcher.is_over = lambda: http.should_exit
     watcher.start()
     try:

@@ -201,6 +201,7 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     for name in ("lr", "grad_norm"):
         out[name] = float(run.column(name)[-1])
     for name in ("ms", "tokens_per_second", "mfu"):
+        # Of the last steps, so that what was slow at the start is forgotten.
         out[name] = float(np.median(run.column(name)[-RECENT_STEPS:]))
     if run.record.attempts:
         total = run.record.attempts[-1].start.get("train_iters")

@@ -78,6 +78,7 @@ def is_lost_rank(error: BaseException) -> bool:
         return False
     import torch.distributed as dist
 
+    # By kind or by message, since torch has no kind of its own for gloo's.
     text = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True

@@ -64,14 +64,18 @@ def recomputed_groups(config: TrainConfig, stage: range) -> list[tuple[range, bo
     is_full = t.recompute_granularity == "full"
     if is_full and t.recompute_method != "block":
         return [(stage[i : i + size], True) for i in range(0, len(stage), size)]
+
     # Layers by themselves, of which recomputation by block takes the first ones.
-    again = size if is_full else 0
+    again = 0
+    if is_full:
+        again = size
     return [(stage[i : i + 1], i < again) for i in range(len(stage))]
 
 
 def kind_of_group(config: TrainConfig, group: range, again: bool) -> tuple[object, ...]:
     """Return all by which a layer may differ from another."""
-    m, precision = config.model, config.precision
+    m = config.model
+    precision = config.precision
     windowed = set(m.windowed_layers)
     kinds: list[object] = [again]
     for i in group:
@@ -125,7 +129,8 @@ class Extension:
     """The measurement of some units, into which their copies are placed."""
 
     def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
-        self.events, self.units = record.events, units
+        self.events = record.events
+        self.units = units
         self.firsts = [first_copies(chunk) for chunk in units]
         unit_of: list[list[int]] = []  # by chunk and measured layer
         for chunk in units:

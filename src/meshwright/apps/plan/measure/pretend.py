@@ -189,8 +189,9 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
     plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
     sizes |= dict.fromkeys(layout.LANES, plain.pp)
-    is_end = pipeline_rank in (0, plain.pp - 1)  # the ranks that share a tied embedding
-    sizes["embedding"] = plain.pp if is_end else 1
+    sizes["embedding"] = 1
+    if pipeline_rank in (0, plain.pp - 1):  # the ranks that share a tied embedding
+        sizes["embedding"] = plain.pp
     groups: dict[str, Any] = {}
     for name, size in sizes.items():
         if size > 1:  # a dimension of one rank has no group
@@ -235,15 +236,16 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float
     ) -> Tensor:
-        # The output, a number for each row, and the state of the generator, which are kept.
         batch, heads, tokens, width = q.shape
         account.recorder.attention(q, k, v, dropout, False, account.section)
+        # What the kernel makes and keeps: its output, a number for each row, a generator's state.
         out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
         logsumexp = new(batch, heads, tokens)
         rng_state = new(2, dtype=torch.int64)
         unused = new(1, dtype=torch.int64)
         ctx.save_for_backward(q, k, v, out, logsumexp, rng_state, unused)
-        ctx.account, ctx.dropout = account, dropout
+        ctx.account = account
+        ctx.dropout = dropout
         return out
 
     @staticmethod

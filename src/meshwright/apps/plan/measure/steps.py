@@ -41,23 +41,6 @@ class Extent(NamedTuple):
     chunks: Sequence[int] = ()  # through which a pipeline runs one micro-batch after the other
 
 
-def account_steps(
-    config: TrainConfig,
-    padded: int,
-    pipeline_rank: int,
-    account: Account,
-    steps: int = 2,
-    model: Model | None = None,
-) -> int:
-    """Take whole steps of a rank with all layers; return the bytes held before them."""
-    with pretended_rank(config, pipeline_rank, account) as layout, account:
-        net = build(config, padded, layout, account, model)
-        held = account.peak = account.now
-        batches = [sample_batch(config)] * config.micro_batches(config.global_batch)
-        take_steps(net, batches, account, steps)
-    return held
-
-
 def measure_layers(
     config: TrainConfig,
     padded: int,
@@ -86,9 +69,9 @@ def measure_update(
     config: TrainConfig,
     padded: int,
     pipeline_rank: int,
-    layers: Collection[int] | None = None,
-    recorder: StepObserver | None = None,
-    model: Model | None = None,
+    layers: Collection[int] | None,
+    recorder: StepObserver,
+    model: Model | None,
 ) -> StepRecord:
     """Update the parameters of these layers, or of all, after their gradients have been summed."""
     account = Account(recorder)
@@ -123,7 +106,9 @@ def kinds_by_size(config: TrainConfig, padded: int, net: Network) -> dict[int, s
     """Return the kinds as which tensors of some sizes, in bytes, are counted in a step."""
     low = WIDTHS[config.precision.dtype]
     has_head = any(getattr(part, "has_head", True) for part in net.parts)
-    kinds = {rows(config) * padded // net.layout.tp * low: "logits"} if has_head else {}
+    kinds = {}
+    if has_head:
+        kinds[rows(config) * padded // net.layout.tp * low] = "logits"
     if isinstance(net.store, FlatStore) and not net.store.keeps_gradients:
         buckets = [bucket.size * max(low, 4) for bucket in net.store.buckets.values()]
         kinds |= {
