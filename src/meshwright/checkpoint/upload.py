@@ -246,6 +246,8 @@ class Uploader:
             store, key = locate(folder)
             names = dict.fromkeys([MANIFEST, *store.entries(key)])
             store.delete([f"{key}/{name}" for name in names])
-            begin = f"{folder.name}/"
-            sent = {name: value for name, value in sent.items() if not name.startswith(begin)}
+            # What was sent of this step is not there any more.
+            for name in list(sent):
+                if name.startswith(f"{folder.name}/"):
+                    del sent[name]
         write_note(self.root / SENT, sent)

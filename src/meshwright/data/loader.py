@@ -123,8 +123,7 @@ class Samples(FileSamples):
         counts = last - first + 1
         stops = counts.cumsum()
         starts = stops - counts
-        places = np.arange(stops[-1])
-        places += np.repeat(first - starts, counts)
+        places = np.arange(stops[-1]) + np.repeat(first - starts, counts)
         documents = self.doc_idx[places]
 
         # Their tokens; a sample's first and last document are cut.

@@ -266,9 +266,11 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     yield from plan.copies(
         {ours: f"model.{theirs}" for ours, theirs in names.LLAMA_OUTSIDE.items()}
     )
+    stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
     for i in range(plan.m.num_layers or 0):
-        ours, theirs = f"h.{i}", f"model.layers.{i}"
-        # Two tensors of ours are several of theirs.
+        ours = f"h.{i}"
+        theirs = f"model.layers.{i}"
+        # Two tensors of ours are several of theirs: attention's first product, and the gated MLP's.
         for end in (".weight", ".bias"):
             qkv = f"{ours}.attn.qkv{end}"
             if qkv in plan.source.tensors:
@@ -279,7 +281,6 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
                 for half, name in enumerate(names.LLAMA_GATES):
                     part = plan.part(f"{theirs}.{name}{end}", gates, [(half, half + 1)])
                     yield part._replace(read=part.read[1:])  # without the dimension of the halves
-        stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
         yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in stored.items()})
     yield from plan.copies({"lm_head": names.HEAD})
 
@@ -352,9 +353,9 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
-    for i in range(0, tensor.shape[1], count):
+    for columns in tensor.split(count, dim=1):
         # Transposed straight from the whole, each element would miss the processor's caches.
-        strip = tensor[:, i : i + count].contiguous().t().contiguous()
+        strip = columns.contiguous().t().contiguous()
         yield strip.view(-1).view(torch.uint8).numpy().data
 
 

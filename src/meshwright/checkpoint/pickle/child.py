@@ -320,7 +320,8 @@ class Inert:
 
     def __new__(cls, *args: Any) -> Inert:
         self = super().__new__(cls)
-        self.args, self.state = args, None
+        self.args = args
+        self.state = None
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -416,7 +417,14 @@ def tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor
     is_of_sizes = are_sizes((offset,)) and are_sizes(size) and are_sizes(stride)
     if not isinstance(storage, StorageRange) or not is_of_sizes:
         raise RefusedPickle("a tensor made of something other than a storage and numbers")
-    return Tensor(storage.type, storage, storage.numbers, offset, list(size), list(stride))
+    return Tensor(
+        storage.type,
+        storage,
+        storage.numbers,
+        offset,
+        list(size),
+        list(stride),
+    )
 
 
 def tensor_of_bytes(storage: Any, *args: Any) -> Tensor:

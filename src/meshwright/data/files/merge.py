@@ -54,6 +54,7 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
             f"{{input={folder}}} is not a folder; give the one that holds the .bin/.idx files",
             BAD_DATA,
         )
+    # A file without its other half is a mistake, or is still being copied.
     indices = {path.stem for path in root.glob("*.idx")}
     tokens = {path.stem for path in root.glob("*.bin")}
     lone = sorted(indices ^ tokens)
@@ -133,10 +134,12 @@ def join_pairs(
     folder = Path(output_prefix).resolve().parent
     make_folder(folder, "--output-prefix")
     with lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
+        # Of a sequence its length, int32, and pointer, int64; of a document its border, int64.
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
         # leftovers of a killed merge are gone now
         make_folder(folder, "--output-prefix", size + 2 * index)
         places = [append_index(writer, shard) for shard in shards]
+        # The index is small and comes first: it says where each shard's tokens belong.
         with writer.reported():
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
         keep(writer)
@@ -183,6 +186,7 @@ def copy_tokens(
         done = 0
         by_kernel = hasattr(os, "copy_file_range")
         while done < size:
+            # By the kernel as long as it can, from then on by reading and writing.
             copied = 0
             if by_kernel:
                 try:
@@ -205,11 +209,13 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
     merged = measure_pair(output_prefix)
     place = 0
+    # The index as a whole.
     sequences = sum(shard.sequences for shard in shards)
     documents = sum(shard.documents for shard in shards)
     if (merged.sequences, merged.documents) != (sequences, documents):
         wrong = f"{output_prefix}.idx holds {merged.sequences:,} sequences, not those of its parts"
         raise UserError(f"{wrong}: merge again", IO)
+    # Of the tokens, both ends of each shard: a shard at a wrong place differs there.
     with open(f"{output_prefix}.bin", "rb") as target:
         result = FileColumn(target, merged.dtype, merged.tokens)
         for shard in shards:

@@ -49,6 +49,7 @@ def import_datasets(address: str) -> Any:
     except ImportError:
         needs = f"--input {address} needs the package datasets: pip install 'meshwright[datasets]'"
         raise UserError(needs, UNAVAILABLE) from None
+    # Progress and warnings would mix with our own lines.
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     return datasets
@@ -97,11 +98,13 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
         raise UserError(
             f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE
         ) from None
+    # Other columns, such as images, are then not decoded.
     if opened.column_names:
         require_columns(address, refuse_columns(address, opened.column_names, keys))
         opened = opened.select_columns(list(keys))
     rows = iter(opened if wanted.rows is None else opened.take(wanted.rows))
     while True:
+        # Only the library's own failures are caught, not those of whoever takes the rows.
         try:
             row = next(rows, None)
         except Exception as error:
