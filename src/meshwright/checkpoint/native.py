@@ -135,6 +135,7 @@ def step_files(
 
     `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
+    # Laid out while the ranks agree, so that a tensor that cannot be saved is reported together.
     head = b""
     extents: list[BoxToWrite] = []
     texts: dict[str, bytes] = {}
@@ -151,6 +152,7 @@ def step_files(
                 write(part)
 
     def describe_all() -> int:
+        # A gap or an overlap would show only when somebody loads the step.
         index = make_index(described)
         check_cover(index)
         text = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
@@ -334,6 +336,7 @@ def byte_views(flat: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a flat tensor: views of CPU memory, or bounded copies from a GPU."""
     import torch
 
+    # A view in memory is not copied, so the bound costs nothing there.
     count = PART // flat.element_size()
     for i in range(0, flat.numel(), count):
         yield flat[i : i + count].cpu().view(torch.uint8).numpy().data
@@ -363,6 +366,7 @@ class StoredBox(NamedTuple):
 
     def byte_range(self, low: Shape, high: Shape) -> tuple[int, int]:
         """Return the bytes from the first to the last element between `low` and `high`."""
+        # The box lies in row order, so everything between is within these bytes.
         itemsize = SIZES[self.dtype]
         first = position(self.box, low)
         last = position(self.box, tuple(end - 1 for end in high))
@@ -688,6 +692,7 @@ def plan_copies(
 ) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
+    # Each wanted box, and the stored boxes that meet it.
     cut = list(split_boxes(boxes, target))
     parts: list[list[BoxCopy]] = [[] for _ in cut]
     rows, numbers, *_ = meetings(stored, boxes)
@@ -721,6 +726,7 @@ def read_index(
             raw = tensor["boxes"]
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
+            # A step of a large cluster has a hundred thousand boxes: they are checked as arrays.
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]
             infos[name] = TensorInfo(tuple(shape), TORCH[dtype])
             own = parse_boxes(len(shape), dtype, rows)

@@ -99,6 +99,7 @@ class Uploader:
     def end(self) -> None:
         """Wait, and raise the failure of what was sent."""
         self.wait()
+        # Taken out first: a failure is reported once.
         flying, self.flying = self.flying, None
         if flying is not None:
             flying.result()

@@ -352,6 +352,7 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
     if not part.transposed:
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return
+    # So many columns as fill a part, and one at least.
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
     for columns in tensor.split(count, dim=1):
         # Transposed straight from the whole, each element would miss the processor's caches.

@@ -112,7 +112,6 @@ def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
     if actual != promised:
         raise ValueError(f"{promised} was promised, {actual} was made")
     flat = made.detach().cpu().contiguous().view(-1)
-    # A view of nothing as bytes would not be writable memory.
     if not flat.numel():
         return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy().data)
