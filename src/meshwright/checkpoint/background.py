@@ -82,7 +82,8 @@ class Background:
     def wait(self) -> None:
         """Wait for the save in flight, and raise its failure."""
         # Taken out first: a failure is reported once.
-        flying, self.flying = self.flying, None
+        flying = self.flying
+        self.flying = None
         if flying is not None:
             flying.result()
 

@@ -180,7 +180,8 @@ def complete_source(
     source: Source, given: Mapping[str, Any], t: TokenizerFlags
 ) -> tuple[Source, tokenizers.Tokenizer | None]:
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
-    saved, where = describe_model(source, given), source.folder
+    saved = describe_model(source, given)
+    where = source.folder
     tokenizer = find_tokenizer(saved, t)
 
     # The true size of the vocabulary: as the flags say, then the source, then its tokenizer. The

@@ -67,7 +67,9 @@ _DTYPES = {
 TORCH = {name: theirs for name, (theirs, _) in _DTYPES.items()}
 NAMES = {theirs: name for name, theirs in TORCH.items()}
 SIZES = {name: size for name, (_, size) in _DTYPES.items()}
-INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
+INDEX = "index.json"
+STATE = "state.json"
+CONFIG = "config.json"
 INDEX_LIMIT = 128 << 20  # bytes: about 1,200,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
 

@@ -100,7 +100,8 @@ class Uploader:
         """Wait, and raise the failure of what was sent."""
         self.wait()
         # Taken out first: a failure is reported once.
-        flying, self.flying = self.flying, None
+        flying = self.flying
+        self.flying = None
         if flying is not None:
             flying.result()
 

@@ -130,7 +130,8 @@ def _apart(d: Data) -> list[PathSet]:
     flags = {split: f"{{{split}_data_path}}" for split in SPLITS}
     if d.per_split_data_args_path:
         flag = "{per_split_data_args_path}"
-        values, flags = _per_split(d.per_split_data_args_path, flag), dict.fromkeys(SPLITS, flag)
+        values = _per_split(d.per_split_data_args_path, flag)
+        flags = dict.fromkeys(SPLITS, flag)
     out = []
     for split in SPLITS:
         sources = _blend(values[split], flags[split]) if values[split] else ()
@@ -164,7 +165,8 @@ def _groups(d: Data) -> list[PathSet]:
     out = []
     for split in SPLITS:
         name = f"{split}_weighted_split_paths"
-        texts, path = getattr(d, name), getattr(d, f"{name}_path")
+        texts = getattr(d, name)
+        path = getattr(d, f"{name}_path")
         if texts and path:
             raise ValueError(f"{named((name, f'{name}_path'))} say the same thing twice; give one")
         flag = f"{{{name}_path}}" if path else f"{{{name}}}"
@@ -198,7 +200,8 @@ def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
         raise ValueError(f" is not of the form {form}")
     if lengths == [1]:
         return name, (TokenFiles(parts[0][0]),)
-    sources, weights = [], []
+    sources = []
+    weights = []
     for weight, part, prefix in parts:
         try:
             begin, end = (float(x) for x in part.split(":"))

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 # Limits of one reading.
-BYTES, STEPS, DEPTH = 1 << 16, 100_000, 60
+BYTES = 1 << 16
+STEPS = 100_000
+DEPTH = 60
 ITEMS, NUMBER = 10_000, 1 << 63  # of one list or text, and the largest number
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -139,7 +141,8 @@ class Evaluator:
         return number
 
     def arithmetic(self, e: ast.BinOp) -> Any:
-        left, right = self.expression(e.left), self.expression(e.right)
+        left = self.expression(e.left)
+        right = self.expression(e.right)
         kinds = {type(left), type(right)}
         if isinstance(e.op, ast.Add) and (
             kinds == {list} or all(isinstance(value, str) for value in (left, right))

@@ -66,7 +66,8 @@ def with_value(name: str, value: Any) -> str:
     values = value if isinstance(value, list | tuple) else [value]
     text = " ".join(map(_value_text, values))
     # Braces of the value itself are doubled, and name no setting.
-    text = text.replace("{", "{{").replace("}", "}}")
+    text = text.replace("{", "{{")
+    text = text.replace("}", "}}")
     return f"{{{name}={text}}}"
 
 
@@ -149,7 +150,9 @@ class Wording:
         return GivenAs(name, "=" if self.default == "keywords" else " ")
 
 
-FLAGS, KEYWORDS, NAMES = Wording(), Wording("keywords"), Wording("names")
+FLAGS = Wording()
+KEYWORDS = Wording("keywords")
+NAMES = Wording("names")
 
 
 def listed(problems: Sequence[Problem], heading: str = "") -> str:

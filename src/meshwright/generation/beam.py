@@ -119,13 +119,16 @@ def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tupl
     """Yield the likeliest extensions of the candidates, each with the number of what it extends."""
     # float64, so that sums of long texts keep the order of their last tokens
     totals = torch.tensor([c.total for c in running], dtype=torch.float64, device=logits.device)
-    totals_by_token = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
-    values, flat_ids = totals_by_token.topk(min(count, len(totals_by_token)))
+    logprobs = upcast(logits).log_softmax(-1)
+    totals_by_token = (logprobs + totals[:, None]).flatten()
+    most = min(count, len(totals_by_token))
+    values, flat_ids = totals_by_token.topk(most)
     if not values[0].isfinite():
         raise not_finite_error()
     vocab = logits.shape[-1]
     for total, flat_id in zip(values.tolist(), flat_ids.tolist(), strict=True):
         row, token = divmod(flat_id, vocab)
+        # Of few candidates and a small vocabulary, what is left may be impossible.
         if total > float("-inf"):
             yield row, running[row].extend(token, total)
 
@@ -149,7 +152,9 @@ class _Steps:
     """The model's passes over the prompt and over the candidates, which share one cache."""
 
     def __init__(self, m: LanguageModel, cache: Cache) -> None:
-        self.m, self.cache, self.used = m, cache, 0
+        self.m = m
+        self.cache = cache
+        self.used = 0
 
     @torch.inference_mode()
     def advance(self, rows: list[int], running: list[Candidate]) -> Tensor:

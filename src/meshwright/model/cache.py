@@ -18,7 +18,8 @@ class Cache:
     """
 
     def __init__(self, slots: int, length: int) -> None:
-        self.slots, self.length = slots, length
+        self.slots = slots
+        self.length = length
         self.room = (length // CACHE_MULTIPLE + 1) * CACHE_MULTIPLE
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 

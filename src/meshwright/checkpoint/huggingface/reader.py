@@ -349,7 +349,8 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
 
     # The layers.
     for i in range(layers):
-        ours, theirs = f"h.{i}", f"model.layers.{i}"
+        ours = f"h.{i}"
+        theirs = f"model.layers.{i}"
         for name, norm in names.LLAMA_NORMS.items():
             is_of_heads = name.startswith("attn.")
             if is_of_heads and not qk_norm:

@@ -245,7 +245,8 @@ def export_gpt2(plan: ExportPlan) -> Iterator[ExportedTensor]:
         {ours: f"transformer.{theirs}" for ours, theirs in names.GPT2_OUTSIDE.items()}
     )
     for i in range(plan.m.num_layers or 0):
-        ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        ours = f"h.{i}"
+        theirs = f"transformer.h.{i}"
         linear = dict(names.GPT2_LINEAR)
         qkv = linear.pop("attn.qkv")
         for end in (".weight", ".bias"):
@@ -354,7 +355,7 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
         return
     # So many columns as fill a part, and one at least.
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
-    for columns in tensor.split(count, dim=1):
+    for columns in torch.split(tensor, count, dim=1):
         # Transposed straight from the whole, each element would miss the processor's caches.
         strip = columns.contiguous().t().contiguous()
         yield strip.view(-1).view(torch.uint8).numpy().data

@@ -170,7 +170,8 @@ class AnswerDecoder:
         return map(self.decode, nodes)
 
     def table(self, *parts: Any) -> dict[Any, Any]:
-        keys, values = self.all(parts[::2]), self.all(parts[1::2])
+        keys = self.all(parts[::2])
+        values = self.all(parts[1::2])
         return {self.checked_key(key): value for key, value in zip(keys, values, strict=True)}
 
     def checked_key(self, key: Any) -> Any:

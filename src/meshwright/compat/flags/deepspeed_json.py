@@ -200,7 +200,8 @@ def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[s
     """Fill the configuration; accumulation steps count only if the batch sizes leave them open."""
     steps = taken.pop("num_accumulation_steps", None)
     filled = with_settings(config, **taken)
-    t, dp = filled.training, filled.dp
+    t = filled.training
+    dp = filled.dp
     if steps is None:
         return filled
     if not (t.global_batch_size and isinstance(t.micro_batch_size, int) and t.micro_batch_size > 0):

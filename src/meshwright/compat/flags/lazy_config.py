@@ -227,9 +227,11 @@ class _File(Evaluator):
         """Return the table or list of a target, and the key in it."""
         match target:
             case ast.Attribute():
-                table, key = self.expression(target.value), target.attr
+                table = self.expression(target.value)
+                key = target.attr
             case ast.Subscript():
-                table, key = self.expression(target.value), self.expression(target.slice)
+                table = self.expression(target.value)
+                key = self.expression(target.slice)
             case ast.Name():
                 return self.names, target.id
             case _:

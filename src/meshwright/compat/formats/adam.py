@@ -52,10 +52,13 @@ def numbered_state(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[An
     """Return the state of each parameter, group after group, and the masters if there are any."""
     state_dict = torch_state(path, tree)
     state = state_dict.get("state")
-    keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
+    keys = []
+    for group in state_dict["param_groups"]:
+        keys += group.get("params", ())
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in keys):
         raise unreadable_state(path, "parameters have no state")
     states = [state[key] for key in keys]
+    # Programs keep the masters under different names, group by group.
     by_group: list[Any] = next((tree[kind] for kind in MASTERS if kind in tree), [])
     masters = [master for group in by_group for master in group]
     return states, masters
@@ -94,7 +97,7 @@ def match_numbered(
 
 def require_tensor(path: Path, value: Any, shape: Shape, name: str) -> torch.Tensor:
     """Return the value if it is a tensor of this shape."""
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+        return value.detach()
     actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
-    if not isinstance(value, torch.Tensor) or actual != shape:
-        raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")
-    return value.detach()
+    raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")

@@ -23,7 +23,8 @@ from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.compat.formats.table import LITGPT
 
-FILE, CONFIG = "lit_model.pth", "model_config.yaml"
+FILE = "lit_model.pth"
+CONFIG = "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes
 # Settings that our network lacks, and the values at which they do nothing.
 _OFF = (  # by None, False or 0
@@ -195,20 +196,28 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
     lit.add_head(out, wte, tied=False)
 
     def copy(ours: str, theirs: str, *shape: int, biased: bool) -> None:
-        out[f"{ours}.weight"] = one_view(lit.take(f"{theirs}.weight", *shape))
+        weight = lit.take(f"{theirs}.weight", *shape)
+        out[f"{ours}.weight"] = one_view(weight)
         if biased:
-            out[f"{ours}.bias"] = one_view(lit.take(f"{theirs}.bias", shape[0]))
+            bias = lit.take(f"{theirs}.bias", shape[0])
+            out[f"{ours}.bias"] = one_view(bias)
 
     has_bias = s["add_bias_linear"]
     is_layer_norm = s["normalization"] == "LayerNorm"
     copy("ln_f", "transformer.ln_f", h, biased=is_layer_norm)
     for i in range(s["num_layers"]):
-        ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        ours = f"h.{i}"
+        theirs = f"transformer.h.{i}"
         copy(f"{ours}.ln_1", f"{theirs}.norm_1", h, biased=is_layer_norm)
         copy(f"{ours}.ln_2", f"{theirs}.norm_2", h, biased=is_layer_norm)
-        for kind in "qk" if s["qk_layernorm"] else "":
-            copy(f"{ours}.attn.ln_{kind}", f"{theirs}.attn.norm_{kind}", head, biased=is_layer_norm)
-        for end in ("weight", "bias") if has_bias or s["add_qkv_bias"] else ("weight",):
+        if s["qk_layernorm"]:
+            for kind in "qk":
+                norm = f"{theirs}.attn.norm_{kind}"
+                copy(f"{ours}.attn.ln_{kind}", norm, head, biased=is_layer_norm)
+        ends = ["weight"]
+        if has_bias or s["add_qkv_bias"]:
+            ends.append("bias")
+        for end in ends:
             qkv = qkv_of(lit, f"{theirs}.attn", end, (heads, groups, head, h))
             out[f"{ours}.attn.qkv.{end}"] = qkv
         copy(f"{ours}.attn.proj", f"{theirs}.attn.proj", h, heads * head, biased=has_bias)
@@ -217,11 +226,15 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
             copy(f"{ours}.mlp.fc", f"{theirs}.mlp.fc", ffn, h, biased=has_bias)
             continue
         # A gated MLP: ours is one tensor [2, rows, columns].
-        for end, shape in (("weight", (ffn, h)), ("bias", (ffn,)))[: 1 + has_bias]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (ffn, h)}
+        if has_bias:
+            shapes["bias"] = (ffn,)
+        for end, shape in shapes.items():
             halves = []
             for n in range(2):
                 half = lit.take(f"{theirs}.mlp.fc_{n + 1}.{end}", *shape)[None]
-                halves.append(TensorView((n,) + (0,) * (half.ndim - 1), half))
+                offset = (n, *[0] * len(shape))
+                halves.append(TensorView(offset, half))
             out[f"{ours}.mlp.fc.{end}"] = halves
     return out
 

@@ -170,7 +170,8 @@ def check_masters(source: MappedSource, views: Mapping[str, list[TensorView]]) -
             some = [1] * master.ndim
             some[-1] = min(master.shape[-1], 64)
             model = torch.empty(some, dtype=getattr(torch, info.dtype))
-            source.fill({name: (info.shape, [(offset, tuple(some))], model)})
+            box = offset, tuple(some)
+            source.fill({name: (info.shape, [box], model)})
             first_row = master[tuple(map(slice, some))]
             if not sharded.is_rounded(model, first_row):
                 raise ValueError(f"the masters at the place of {name} are not the model's weights")

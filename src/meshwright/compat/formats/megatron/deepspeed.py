@@ -503,7 +503,8 @@ def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     states: Any = base
     groups: list[dict[str, Any]] = [{}]
     if isinstance(base, dict):
-        states, groups = base["state"].values(), base["param_groups"]
+        states = base["state"].values()
+        groups = base["param_groups"]
     # Adam's step is in a state, in a group, or beside both.
     steps = [state["step"] for state in (*states, *groups) if "step" in state]
     step = max(steps, default=tree.get("base_optimizer_state_step"))
