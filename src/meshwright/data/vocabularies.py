@@ -662,8 +662,9 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
     except (KeyError, TypeError, ValueError):
         tokens = []
         is_ordered = False
+    count = len(tokens)
     has_bytes = tokens[:256] == [bytes([n]) for n in range(256)]
-    if not is_ordered or not has_bytes or len(set(tokens)) < len(tokens):
+    if not is_ordered or not has_bytes or len(set(tokens)) < count:
         form = '[{"rank": 0, "token_bytes": "AA==", "token_str": ...}, ...], the 256 bytes first'
         raise bad_data(f"{path} is not a list of ranks as Megatron's TikTokenizer has it: {form}")
     # The special tokens, and how many ids there are in all.
@@ -677,11 +678,11 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
             f"{{tiktoken_special_tokens}}: {len(words)} words; each may be given once, and there are {first} "
             "({tiktoken_num_special_tokens})"
         )
-    size = t.vocab_size or min(MEGATRON_SIZE, first + len(tokens))
-    if not first + 256 <= size <= first + len(tokens):
-        most = f"{first} special tokens and {len(tokens)} ranks"
+    size = t.vocab_size or min(MEGATRON_SIZE, first + count)
+    if not first + 256 <= size <= first + count:
+        most = f"{first} special tokens and {count} ranks"
         raise SettingsError(
-            f"{{vocab_size={size}}}, but {path} gives {first + 256} to {first + len(tokens)} ids: {most}"
+            f"{{vocab_size={size}}}, but {path} gives {first + 256} to {first + count} ids: {most}"
         )
     # Megatron's names for the special tokens that have none of their own.
     words += [f"<SPECIAL_{n}>" for n in range(len(words), first)]

@@ -285,7 +285,7 @@ class _File(Evaluator):
         if isinstance(e.func, ast.Attribute) and e.func.attr == "update":
             table = self.expression(e.func.value)
             if isinstance(table, dict):
-                table.update(self.reading.copied(self.table(e)))
+                table.update(self.table(e))
                 return None
 
         # LazyCall(target)(...): the second call, which makes a table.
@@ -293,13 +293,13 @@ class _File(Evaluator):
         if isinstance(function, _Lazy):
             if e.args:
                 raise RefusedExpression("LazyCall(...) takes named values only")
-            return self.reading.copied(self.table(e)) | {"_target_": function.target}
+            return self.table(e) | {"_target_": function.target}
 
         # The few functions that make tables, by their last names.
         name = ".".join(function.split(".")[-2:]) if isinstance(function, Reference) else ""
         last = name.rpartition(".")[2]
         if last in ("dict", "DictConfig") or name == "OmegaConf.create":
-            return self.reading.copied(self.table(e))
+            return self.table(e)
         if last in ("LazyCall", "get_config") and len(e.args) == 1 and not e.keywords:
             argument = self.expression(e.args[0])
             if last == "LazyCall":
@@ -316,7 +316,7 @@ class _File(Evaluator):
         )
 
     def table(self, e: ast.Call) -> dict[Any, Any]:
-        """Return the arguments of a call: tables without a name, then named values."""
+        """Return a copy of a call's arguments: tables without a name, then named values."""
         out: dict[Any, Any] = {}
         for argument in e.args:
             table = self.expression(argument)
@@ -327,4 +327,4 @@ class _File(Evaluator):
             if keyword.arg is None:
                 raise RefusedExpression("give values by their names, in place of **")
             out[keyword.arg] = self.expression(keyword.value)
-        return out
+        return self.reading.copied(out)

@@ -42,6 +42,7 @@ def torch_state(path: Path, tree: Any) -> dict[str, Any]:
 
 
 def step_counts(path: Path, tree: Any) -> Iterator[int]:
+    # Apex counts in the groups, torch for each parameter.
     state_dict = torch_state(path, tree)
     for entry in (*state_dict["param_groups"], *state_dict.get("state", {}).values()):
         if isinstance(entry, dict) and "step" in entry:
@@ -78,6 +79,7 @@ def match_numbered(
         raise unreadable_state(
             path, f"it is of {len(states)} parameters, the model has {len(weights)}"
         )
+    # Masters come in the order of the weights that have one.
     is_own = not masters and not needs_masters
     has_each = len(masters) == len(weights)
     waiting = masters[::-1]

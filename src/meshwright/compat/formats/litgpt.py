@@ -76,6 +76,7 @@ def open_litgpt(
     model = tree.get("model", tree) if isinstance(tree, dict) else None
     if not isinstance(model, dict):
         raise bad_data(f"{folder / FILE}: not litgpt's, it is no table of tensors")
+    # torch.compile puts this before the names of what it wraps.
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
     lit = ForeignFolder(folder, CONFIG, read_config(folder / CONFIG), tensors)
     if "optimizer" in tree:
@@ -111,6 +112,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     for name, value in OFF.items():
         if name in config and (config[name] or None) != value:
             raise lit.refused(f"{name} is {str(config[name])[:100]}", f"{value} would do")
+    # The MLP's class and the kind of GELU are one activation of ours.
     mlp = str(config.get("mlp_class_name"))
     gelu = None if mlp == "LLaMAMLP" else str(config.get("gelu_approximate", "none"))
     if (mlp, gelu) not in ACTIVATIONS:
@@ -214,10 +216,8 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
             for kind in "qk":
                 norm = f"{theirs}.attn.norm_{kind}"
                 copy(f"{ours}.attn.ln_{kind}", norm, head, biased=is_layer_norm)
-        ends = ["weight"]
-        if has_bias or s["add_qkv_bias"]:
-            ends.append("bias")
-        for end in ends:
+        # A bias of attention's first product alone is an option of theirs.
+        for end in ("weight", "bias") if has_bias or s["add_qkv_bias"] else ("weight",):
             qkv = qkv_of(lit, f"{theirs}.attn", end, (heads, groups, head, h))
             out[f"{ours}.attn.qkv.{end}"] = qkv
         copy(f"{ours}.attn.proj", f"{theirs}.attn.proj", h, heads * head, biased=has_bias)
@@ -246,6 +246,7 @@ def qkv_of(
     heads, groups, head, width = sizes
     rows = (heads + 2 * groups) * head
     shape = (rows,) if end == "bias" else (rows, width)
+    # Older files have the rows as ours: group by group.
     older = f"{name}.attn.{end}"
     if lit.has(older):
         return one_view(lit.take(older, *shape))

@@ -271,12 +271,10 @@ def parameter_order(
         names += [f"{module}.{kind}" for kind in KINDS]
 
     # Two groups: what decays, which are matrices, and then biases and norms.
-    matrices: list[tuple[str, torch.Tensor]] = []
-    vectors: list[tuple[str, torch.Tensor]] = []
-    for name in names:
-        if name in weights:
-            group = matrices if weights[name].ndim > 1 else vectors
-            group.append((name, weights[name]))
+    present = [(name, weights[name]) for name in names if name in weights]
+    matrices = [item for item in present if item[1].ndim > 1]
+    vectors = [item for item in present if item[1].ndim < 2]
+    # Groups have numbers, not names: their sizes show whether they are as we think.
     sizes = [len(group.get("params", ())) for group in torch_state(path, tree)["param_groups"]]
     if sizes != [len(matrices), len(vectors)]:
         why = f"its groups are of {sizes} parameters, where {len(matrices)} decay and {len(vectors)} do not"

@@ -16,6 +16,8 @@ LITGPT = "litgpt"
 HERE = "meshwright.compat.formats"
 MEGATRON_RANK = r"mp_rank_\d\d+(_\d{3,}){0,2}"
 
+# `order` decides which format is asked first about a folder: the files of an earlier one may match
+# the pattern of a later one too.
 FORMATS = (
     Format(
         MEGATRON,

@@ -87,6 +87,7 @@ def open_libai(
 
 def variables(folder: Path) -> dict[str, torch.Tensor]:
     """Return every variable that has a folder of its name."""
+    # A link could lead out of the folder.
     folders = sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
     )

@@ -178,6 +178,7 @@ def shards(rank: RankFile) -> list[Path]:
 
 def require_equal(ranks: Sequence[RankFile], key: str) -> Any:
     """Return a number that all files must agree on."""
+    # Files of two checkpoints may have been copied into one folder.
     values = {str(rank.path): rank.tree.get(key, 0) for rank in ranks}
     (path, value), *others = values.items()
     for other, another in others:
