@@ -169,4 +169,5 @@ def contradictions(
         ours = f"{{{name}}} {value}" if isinstance(value, bool) else with_value(name, value)
         problem = Problem((name,), f"{ours}, the checkpoint has {has}")
         (left_open if value is None else out).append(problem)
-    return out or left_open  # what was left open may only follow another flag
+    # What was left open may only follow another flag.
+    return out or left_open

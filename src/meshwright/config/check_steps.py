@@ -70,7 +70,8 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
     elif t.rampup_batch_size:
         out += rampup_problems(c)
     if out or c.lengths[0] in ("train_iters", "train_epochs") or t.train_tokens == "auto":
-        return out  # nothing reliable can be counted, or the length is in steps or not known yet
+        # Nothing reliable can be counted, or the length is in steps or not known yet.
+        return out
     if c.steps == 0:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":

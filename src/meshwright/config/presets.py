@@ -86,7 +86,8 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     unit = next((u for u in (*units, "epochs") if given.get(f"train_{u}")), None)
     if not unit or family_of(name).is_script:
         return out
-    if unit == "epochs":  # in samples that are not known yet: the schedule takes all of them
+    # In samples that are not known yet: the schedule takes all of them.
+    if unit == "epochs":
         return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
     # The parts of the schedule keep their shares of the run, in the unit of its length.
     length = given[f"train_{unit}"]

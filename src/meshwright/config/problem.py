@@ -134,7 +134,8 @@ class Wording:
         is_switch = value in SWITCHED
         if is_switch and given.name.startswith("-"):
             return given.name if value == "True" else f"--no-{spelling(name)[2:]}"
-        if is_switch and given.place:  # TOML and YAML have true and false
+        # TOML and YAML have true and false.
+        if is_switch and given.place:
             value = value.lower()
         # A text is quoted in Python and in files, not a number or a placeholder such as DIR.
         elif given.joint != " " and not is_switch and not BARE.fullmatch(value):

@@ -153,7 +153,8 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     numbers = recipe["numbers"]
     sizes = set(SIZES).intersection(presets.PRESETS[preset]) if preset else set[str]()
     if config.model.gated == recipe["rows"]["swiglu"][0]:
-        sizes.add("ffn_hidden_size")  # of an MLP with as many matrices
+        # The preset's width fits an MLP with as many matrices.
+        sizes.add("ffn_hidden_size")
     draft = Draft(config, {*given.settings, *sizes})
     if preset:
         _reset(draft, name)
@@ -209,7 +210,8 @@ def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None
     draft.choose(
         "hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}"
     )
-    width = draft.value("hidden_size")  # another than the recipe's, if it is given
+    # It is another than the recipe's if it is given.
+    width = draft.value("hidden_size")
     head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
     # A width that is given may be no multiple of these heads; one head always works.
     sizes = (head, n["narrow_head"], 32, 16, 8)
@@ -284,7 +286,8 @@ def training_tokens(d: Data) -> int | None:
 def _tokens_of(prefix: str) -> int:
     """Return the tokens of a pair of files: the size of one by the type that the other names."""
     if find_address(prefix):
-        raise ValueError(prefix)  # in object storage: it would have to be asked
+        # Object storage would have to be asked.
+        raise ValueError(prefix)
     with open(f"{prefix}.idx", "rb") as file:
         # Megatron's header: 9 bytes of magic, a version of 8 and the code of the type.
         magic, _, code = struct.unpack("<9sQB", file.read(18))
@@ -383,7 +386,8 @@ def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
     if rule == "adamw":
         rule = "adam"  # by another name
     if rule not in n["lr"]:
-        return  # no rate was measured: --lr is needed
+        # No rate was measured, so --lr is needed.
+        return
 
     # The rate of the best batch. muP scales it to the width itself.
     base = draft.value("mup_base_hidden_size")

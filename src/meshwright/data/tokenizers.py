@@ -196,7 +196,8 @@ class HuggingFace(Tokenizer):
         except Exception as error:
             raise bad_data(f"{path} is not a tokenizer.json: {error}") from None
         self._path = path
-        self._library.encode_special_tokens = True  # special tokens inside a text are plain text
+        # Special tokens inside a text are plain text.
+        self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
 
@@ -606,7 +607,8 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
     # A folder that we wrote: meta.json has the type and the files' hashes.
     meta = _read_meta(folder)
     kind = meta["type"]
-    if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
+    # The default says nothing about the user's wish.
+    if asked not in (kind, DEFAULT_TYPE):
         raise SettingsError(
             f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out"
         )

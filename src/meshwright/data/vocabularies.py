@@ -772,7 +772,8 @@ def find_end(origin: object, special: Mapping[str, int], own: int | None = None)
 
 
 def require_dense(origin: object, tokens: int, size: int) -> None:
-    if size > 4 * tokens + 1000:  # the table of all ids would be too large
+    # The table of all ids would be too large.
+    if size > 4 * tokens + 1000:
         raise bad_data(f"{origin} has {tokens:,} tokens, but an id of {size - 1:,}")
 
 

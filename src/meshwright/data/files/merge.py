@@ -82,7 +82,8 @@ def merge_pairs(
 
     Return None if the same pairs were joined there before.
     """
-    tokenizer_folder = tokenizers.find_of_data(prefixes)  # raises if there are several
+    # This raises if there are several.
+    tokenizer_folder = tokenizers.find_of_data(prefixes)
     lacking = [prefix for prefix in prefixes if not tokenizers.tokenizer_folder(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
     made_from = {
@@ -162,7 +163,8 @@ def append_index(writer: Writer, shard: Shard) -> int:
         index = Index(shard.prefix, idx)
         for _, sizes in index.sizes.blocks():
             writer.reserve(0, sizes, nothing)
-        for start, borders in index.borders.blocks():  # the first 0 is where the shard before ends
+        # The first border, 0, is where the shard before ends.
+        for start, borders in index.borders.blocks():
             writer.reserve(0, nothing, (borders if start else borders[1:]) + before)
     return place
 
@@ -195,7 +197,8 @@ def copy_tokens(
                 except OSError as error:
                     if error.errno not in CANNOT_COPY:
                         raise
-                by_kernel = copied > 0  # some network disks return 0
+                # Some network disks return 0.
+                by_kernel = copied > 0
             if not by_kernel:
                 data = os.pread(source.fileno(), min(BLOCK, size - done), done)
                 copied = os.pwrite(target, data, place + done)

@@ -56,7 +56,8 @@ class Writer:
         self.dtype = np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
         self.is_finished = False
-        self.is_kept = False  # after an error, keep the parts for another writer to continue
+        # After an error, keep the parts for another writer to continue.
+        self.is_kept = False
         self.files: dict[str, BinaryIO] = {}
         # What is beyond the lengths to keep was written after the last note of progress.
         lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)

@@ -110,7 +110,8 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[Member]:
     packed = _Packed(stream)
     with _Archive.open(fileobj=cast(Any, packed), mode="r|") as archive:
         while (member := packed.next_member(archive)) is not None:
-            cast(Any, archive).members = []  # free what tarfile keeps of each
+            # Free what tarfile keeps of each.
+            cast(Any, archive).members = []
             name = folder + member.name
             if member.issparse():
                 yield name, DamagedInput("a sparse file; write the archive without --sparse")

@@ -95,7 +95,8 @@ class Encoder:
                 break
         encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
         encoded.ends = [np.array(column.ends, np.int64) for column in columns]
-        nothing = np.zeros(0, self.dtype)  # numpy concatenates one array or more
+        # numpy concatenates one array or more.
+        nothing = np.zeros(0, self.dtype)
         tokens = []
         for column in columns:
             parts = [nothing, *column.parts]

@@ -81,7 +81,8 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
     wanted = parse(address)
     library = import_datasets(address)
     if revision == IN_CACHE:
-        library.config.HF_HUB_OFFLINE = True  # otherwise it would try for half a minute
+        # Otherwise it would try for half a minute.
+        library.config.HF_HUB_OFFLINE = True
     try:
         opened = library.load_dataset(
             wanted.name,
@@ -90,7 +91,8 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
             streaming=True,
             revision=None if revision == IN_CACHE else revision,
         )
-    except ValueError as error:  # another configuration or split; the message names those there are
+    # It may be another configuration or split; the message names those there are.
+    except ValueError as error:
         raise bad_data(f"--input {address}: {' '.join(str(error).split())}") from None
     except Exception as error:
         script = f"python -c \"import datasets; datasets.load_dataset('{wanted.name}')\""

@@ -34,7 +34,8 @@ class Journal:
         self.path = path
         self.is_kept = True
         self.noted = time.monotonic()
-        self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
+        # One name is enough: only the owner of the lock writes it.
+        self.temporary = Path(f"{path}.tmp")
         named = {"version": VERSION, "piece": limits.PIECE, **identity}
         content = json.dumps(named, sort_keys=True, default=str)
         self.digest = hashlib.sha256(content.encode()).hexdigest()
@@ -51,7 +52,8 @@ class Journal:
                 f"{path} is of another command, or its input has changed since; starting over",
                 file=stderr,
             )
-            path.unlink()  # now: the files that it describes are about to change
+            # Now, since the files that it describes are about to change.
+            path.unlink()
 
     def is_due(self) -> bool:
         # More often would cost more than it saves after a kill.

@@ -58,7 +58,8 @@ def note_passed(inputs: Inputs, given: TextInputs) -> None:
 def why_nothing(inputs: Inputs, given: TextInputs) -> list[str]:
     """Say what was left out of inputs without any text, and what the first bad line has instead."""
     lines = inputs.left_out(given.on_error, given.encoding)
-    readable = [source for source in inputs.inputs if source.bytes]  # a pipe is read but once
+    # A pipe is read but once.
+    readable = [source for source in inputs.inputs if source.bytes]
     for record in _read(readable, given):
         if isinstance(record, Rejected) and record.is_error:
             return [*lines, f"{record.detail}; {record.cure}"] if record.cure else lines

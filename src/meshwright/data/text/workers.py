@@ -101,8 +101,9 @@ _encoder: Callable[[Piece], tuple[Encoded, list[Array]]]  # of this worker
 
 def _start_worker(make: Callable[[], Encoder], stop: bool) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports an interrupt
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker inherits the parent's handler
+    # The parent reports an interrupt; a forked worker would inherit its handler of SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _encoder = functools.partial(make(), stop=stop)
 
