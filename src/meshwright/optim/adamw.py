@@ -43,6 +43,7 @@ class FlatAdamW:
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, kinds)
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
+        # One tensor for all ranges, one after the other; each range's state is a view of it.
         exp_avg, exp_avg_sq = (
             torch.zeros(sum(sizes), dtype=state_dtype(o, key, master.dtype), device=device)
             for key in ("exp_avg", "exp_avg_sq")
@@ -53,6 +54,7 @@ class FlatAdamW:
             ranges, torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True
         )
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, m, v in parts}
+        # Nothing yet: `count` says which ranges the norm is of.
         self.counted = self.table[:, :0]
 
     def count(self, ranges: list[adamw.FlatRange]) -> None:

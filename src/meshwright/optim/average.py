@@ -31,6 +31,7 @@ class MovingAverage:
 
     def update(self, is_finite: Tensor) -> None:
         """Follow an update of the weights, if it was applied."""
+        # 1 or 0: an update that was skipped moves nothing, and the host need not know.
         applied = is_finite.to(self.count)
         self.count += applied
         decay = ((1 + self.count) / (10 + self.count)).clamp(max=self.decay)
@@ -40,6 +41,7 @@ class MovingAverage:
 
     def swap(self) -> None:
         """Let the average and the weights change places, bit for bit."""
+        # A part at a time, so that the copy in between stays small.
         for value, master in zip(self.values, self.masters, strict=True):
             parts = (torch.split(x.view(-1), SWAP_CHUNK) for x in (value, master))
             for a, b in zip(*parts, strict=True):
