@@ -378,7 +378,9 @@ def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
     # A group's docstring says what its flags are about, unless it only repeats the name. That of a
     # dataclass without one is its signature.
     kind = config_groups(command.config).get(group)
-    doc = (kind.__doc__ or "").partition("\n")[0] if kind else ""
+    doc = ""
+    if kind is not None and kind.__doc__:
+        doc, *_ = kind.__doc__.split("\n")
     if doc and "(" not in doc and group not in doc.lower():
         rest = doc[1:].rstrip(".")
         heading += f" {doc[0].lower()}{rest}"

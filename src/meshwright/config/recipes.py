@@ -463,7 +463,8 @@ def _choose_lines(draft: Draft, n: Mapping[str, Any]) -> None:
     # A step takes about as long as three forward passes.
     batches = round(3 * n["validation_share"] * steps / validations)
     batches = min(max(batches, 1), 100)
-    draft.choose("eval_iters", batches, f"about {n['validation_share']:.0%} of the time")
+    share = n["validation_share"]
+    draft.choose("eval_iters", batches, f"about {share:.0%} of the time")
 
 
 def _follow_preset(draft: Draft, like: str, given: Given) -> None:

@@ -84,7 +84,8 @@ class SlotState:
         """Describe new rows, whose prompts will be read next."""
         # All rows go to the device in two copies, one of integers and one of floats.
         words = torch.tensor([self.words_of(row) for row in rows])
-        slots, used, limit, top_k, key, token, *pairs = self.send(words.T.contiguous())
+        columns = self.send(words.T.contiguous())
+        slots, used, limit, top_k, key, token, *pairs = columns
         self.used[slots] = used
         self.limit[slots] = limit
         self.top_k[slots] = top_k

@@ -39,13 +39,16 @@ class DecodeStep:
         self.cache = cache
         # Of every place of the cache, once; a step then looks up those of its tokens. Float32, as
         # `reason_against` refuses float64.
+        wte = model.wte.weight
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
-            ids = torch.arange(cache.room, device=model.wte.weight.device)[:, None]
-            cos, sin = rotations(model.m, ids, torch.float32)
+            ids = torch.arange(cache.room, device=wte.device)
+            cos, sin = rotations(model.m, ids[:, None], torch.float32)
             self.rotation = cos.contiguous(), sin.contiguous()
-        self.layers = [(int(i), *layers_of(block)) for i, block in model.h.items()]
-        head = model.wte.weight if model.lm_head is None else model.lm_head.weight
+        self.layers = []
+        for i, block in model.h.items():
+            self.layers.append((int(i), *layers_of(block)))
+        head = wte if model.lm_head is None else model.lm_head.weight
         self.head = DecodeLinear(head, None, weights_of(model.ln_f))
 
     def __call__(self, state: TextState, slots: Tensor, longest: int) -> Tensor:

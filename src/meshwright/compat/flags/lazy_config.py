@@ -327,4 +327,5 @@ class _File(Evaluator):
             if keyword.arg is None:
                 raise RefusedExpression("give values by their names, in place of **")
             out[keyword.arg] = self.expression(keyword.value)
-        return self.reading.copied(out)
+        copied: dict[Any, Any] = self.reading.copied(out)
+        return copied

@@ -99,7 +99,9 @@ def match_numbered(
 
 def require_tensor(path: Path, value: Any, shape: Shape, name: str) -> torch.Tensor:
     """Return the value if it is a tensor of this shape."""
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-        return value.detach()
-    actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
+    actual: Shape | str = "nothing"
+    if isinstance(value, torch.Tensor):
+        actual = tuple(value.shape)
+        if actual == shape:
+            return value.detach()
     raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")
