@@ -56,6 +56,7 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
         return []  # reported already
     if t.micro_batch_size == "auto" and (problem := _measured_problem(c)):
         return [problem]
+    # The length of the run has one unit.
     out = _sizes_problems(c)
     if not c.lengths:
         others = ", ".join(f"{{{name}}}" for name in LENGTHS[1:])
@@ -72,6 +73,7 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
     if out or c.lengths[0] in ("train_iters", "train_epochs") or t.train_tokens == "auto":
         # Nothing reliable can be counted, or the length is in steps or not known yet.
         return out
+    # A length in samples or tokens may be less than one step.
     if c.steps == 0:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
@@ -214,6 +216,7 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
     if len(warmups) > 1:
         text = f"{named(sorted(warmups))} both set the warm-up; give one"
         out.append(Problem(tuple(warmups), text))
+    # A decay in steps beside one of these mixes units, which is reported above.
     if o.lr_decay_samples and o.lr_decay_tokens:
         both = ("lr_decay_samples", "lr_decay_tokens")
         out.append(Problem(both, f"{named(both)} both set the decay; give one"))
@@ -237,6 +240,7 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
     out = []
     if o.lr is None and not c.training.skip_train:
         out.append(missing("lr", "the peak learning rate"))
+    # The curve runs between these and the peak. A peak of 0 trains nothing, and is allowed.
     for name in ("min_lr", "lr_warmup_init"):
         if o.lr is not None and getattr(o, name) > o.lr > 0:
             out.append(Problem((name, "lr"), f"{stated(o, name)} is above {stated(o, 'lr')}"))
@@ -258,6 +262,7 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
 
 def _units_problems(c: TrainConfig) -> list[Problem]:
     """Check that a run in steps has a schedule in steps, and one in samples or tokens none."""
+    # Between steps and samples only a constant batch could convert.
     in_steps = "train_iters" in c.lengths
     misfits = IN_OTHER_UNITS if in_steps else BY_STEPS
     wrong = [name for name in misfits if getattr(c.optimizer, name)]
@@ -296,6 +301,7 @@ def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
         if flag == "lr_warmup_iters" and fitting > 0:
             text += f" to {fitting} or less"
         out.append(Problem((flag,), f"{{{flag}}}: {text}"))
+    # WSD's last part is within the decay, which begins behind the warm-up.
     between = c.decay_samples - c.warmup_samples
     if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= between:
         text = (

@@ -62,6 +62,7 @@ def words_of_commands() -> list[Words]:
         # An installation may be without the app of a page. The first word of "data pack" counts.
         if name.split()[0] not in known:
             continue
+        # As the help lists them, but for flags that are only accepted.
         config = pkgutil.resolve_name(page.config)
         flags: dict[str, HelpEntry] = {}
         arguments = []
@@ -92,6 +93,7 @@ def completion_script(shell: str) -> str:
 def _bash() -> str:
     cases = []
     for w in words_of_commands():
+        # A case of the shell for each kind of value, with all flags that take it.
         by_kind: dict[str, list[str]] = {}
         for e in w.flags:
             if kind := w.kind(e):

@@ -119,6 +119,7 @@ class HelpEntry:
 
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
+        # The longest beginning that ends with a clause and fits.
         default = f" [{self.default}]" if self.default else ""
         whole = SHORT.get(self.name, self.text)
         fitting = []
@@ -146,6 +147,7 @@ def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
         is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
         if word == "--" or (names_follow and not word.startswith("-") and not is_value):
             return None
+        # --help=TOPIC, --help TOPIC, or either before --help-all, which says more.
         name, _, value = word.partition("=")
         if name not in WORDS:
             continue
@@ -164,6 +166,7 @@ def show_help(command: Command, topic: str) -> None:
         import shutil
         import signal
 
+        # A pager that is empty or cat is the usual way to want none.
         pager = os.environ.get("PAGER", "less")
         if pager.strip() not in ("", "cat") and shutil.which(pager.split()[0]):
             # as git has it: colours, and no pager for what fits

@@ -108,6 +108,7 @@ class Wording:
         remarked = set[tuple[int, str]]()
 
         def words_for(match: re.Match[str]) -> str:
+            # A doubled brace, a setting's name, or a name with a value.
             name, value = match.groups()
             if name is None:
                 return "{"
@@ -118,7 +119,8 @@ class Wording:
             place = text.count("\n", 0, match.start()), name
             if not remark or place in remarked or _value_text(known) != value:
                 return self.with_value(name, value)
-            remarked.add(place)  # once a line is enough
+            # Once a line is enough.
+            remarked.add(place)
             return f"{self.with_value(name, value)} ({self.render(remark)})"
 
         return NAME.sub(words_for, text)
@@ -131,6 +133,7 @@ class Wording:
     def with_value(self, name: str, value: str) -> str:
         """Return how a setting is named together with a value."""
         given = self.how_given(name)
+        # On a command line a switch has no value: another flag turns it off.
         is_switch = value in SWITCHED
         if is_switch and given.name.startswith("-"):
             return given.name if value == "True" else f"--no-{spelling(name)[2:]}"

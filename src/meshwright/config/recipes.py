@@ -243,6 +243,7 @@ def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
 
 def layer_parameters(m: Model) -> int:
     """Return the parameters of the layers' matrices."""
+    # Biases, norms and tables are left out.
     width = m.hidden_size or 0
     # Queries and output have all heads, keys and values one for each group.
     heads = 2 * (m.num_attention_heads or 1) + 2 * m.groups
@@ -297,6 +298,7 @@ def _tokens_of(prefix: str) -> int:
 
 
 def _choose_tokens(draft: Draft) -> None:
+    # A preset's length is of its own schedule.
     if not draft.given.intersection(LENGTHS):
         draft.config = with_settings(draft.config, **dict.fromkeys(LENGTHS))
         draft.choose("train_tokens", *auto_tokens(draft.config))
@@ -371,6 +373,7 @@ def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
     if p.model_ranks == 1 and p.zero_stage <= 1:
         draft.choose("micro_batch_size", "auto", "what fits is measured before training")
         return
+    # Double it as long as the ranks can still make whole batches of it.
     total = draft.config.training.global_batch_size or 1
     size = 1
     while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:
@@ -407,6 +410,7 @@ def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
         reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
     draft.choose("lr", _rounded(rate * factor), reason)
 
+    # Each rule has a warm-up of its own.
     warmup_reasons = {
         "muon": "Muon needs little warm-up",
         "adam": "AdamW at this rate needs a long warm-up",
