@@ -267,7 +267,8 @@ def lay_out(named: TensorBoxes) -> tuple[bytes, list[BoxToWrite]]:
     extents = []
     for name, (shape, boxes, tensor) in named.items():
         dtype = dtype_name(tensor)
-        for box, flat in split_boxes(boxes, flatten(name, shape, boxes, tensor)):
+        whole = flatten(name, shape, boxes, tensor)
+        for box, flat in split_boxes(boxes, whole):
             # A part has its ranges in its key, so that the keys of a file differ.
             if box.size == tuple(shape):
                 extents.append(BoxToWrite(name, dtype, box, flat))

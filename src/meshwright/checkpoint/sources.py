@@ -169,7 +169,8 @@ class MappedSource(Source):
         from meshwright.kernels import moments
 
         for offset, stored in self.views[name]:
-            low, high = intersection(box, Box(offset, tuple(stored.shape)))
+            view = Box(offset, tuple(stored.shape))
+            low, high = intersection(box, view)
             if not_empty(low, high):
                 # The same elements, by their places in the view and in the wanted box.
                 in_view = slices(minus(low, offset), minus(high, offset))

@@ -142,8 +142,8 @@ class SentencePiece(Tokenizer):
         self.size = max([len(ids), *(i + 1 for i in added.values())])
         require_dense(path, len(ids), self.size)
         self.special = {pieces[i]: i for i in ids if model.is_control(i)} | added
-        end = model.eos_id() if model.eos_id() >= 0 else None
-        self.eod = find_end(path, self.special, end)
+        end = model.eos_id()
+        self.eod = find_end(path, self.special, end if end >= 0 else None)
 
         # The bytes of each; some ids above the model's are free.
         texts = [piece.replace(SPACE, " ").encode() for piece in pieces]

@@ -120,9 +120,10 @@ def begin_beam_search(
 def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
     """Yield the likeliest extensions of the candidates, each with the number of what it extends."""
     # float64, so that sums of long texts keep the order of their last tokens
-    totals = torch.tensor([c.total for c in running], dtype=torch.float64, device=logits.device)
+    totals = [[c.total] for c in running]
+    before = torch.tensor(totals, dtype=torch.float64, device=logits.device)
     logprobs = upcast(logits).log_softmax(-1)
-    totals_by_token = (logprobs + totals[:, None]).flatten()
+    totals_by_token = (logprobs + before).flatten()
     most = min(count, len(totals_by_token))
     values, flat_ids = totals_by_token.topk(most)
     if not values[0].isfinite():

@@ -207,7 +207,7 @@ class Decoder:
 
     def _prefill(self, rows: list[DecoderRow]) -> Pending:
         """Read the rows' prompts into the cache, and choose their first tokens."""
-        slots = self.state.send(torch.tensor([row.slot for row in rows]))
+        slots = self.state.send([row.slot for row in rows])
         echoes: list[Outputs] = []
         if rows[0].request.options.recompute:
             logits = self._recompute(rows, echoes)
@@ -242,8 +242,8 @@ class Decoder:
             parts = [row.prompt[start:end] for row in left]
             width = max(map(len, parts))
             padded = [part + [0] * (width - len(part)) for part in parts]
-            tokens = self.state.send(torch.tensor(padded))
-            ends = self.state.send(torch.tensor([len(part) - 1 for part in parts]))
+            tokens = self.state.send(padded)
+            ends = self.state.send([len(part) - 1 for part in parts])
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
             texts = ContinuedTexts(self.cache, slots[done:], used, seen, ends)
@@ -264,7 +264,7 @@ class Decoder:
         tokens = row.prompt[first : first + len(logits)]
         # The prompt's last token may be alone in a chunk, with nothing behind it.
         if tokens:
-            sent = self.state.send(torch.tensor(tokens))
+            sent = self.state.send(tokens)
             k = row.request.logprobs or 0
             echoes.append(score_tokens(logits[: len(tokens)], sent, k))
 
@@ -273,7 +273,7 @@ class Decoder:
         logits_of_rows = []
         for row in rows:
             echo = echoes is not None and wants_scored_prompt(row.request)
-            tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
+            tokens = self.state.send([row.prompt + row.tokens])
             logits = self.model.forward(tokens, Positions(), last_only=not echo)
             logits = logits[0, :, : self.state.vocab]
             if echo and echoes is not None:
@@ -291,7 +291,7 @@ class Decoder:
             kind, k = self._wanted(rows)
             outputs = self.steps.run([row.slot for row in rows], longest, kind, k)
             return self._collect(rows, outputs)
-        slots = s.send(torch.tensor([row.slot for row in rows + again]))
+        slots = s.send([row.slot for row in rows + again])
         logits = []
         # Rows with a cache by their last tokens, the others by their whole texts.
         if rows:

@@ -84,7 +84,7 @@ class SlotState:
         """Describe new rows, whose prompts will be read next."""
         # All rows go to the device in two copies, one of integers and one of floats.
         words = torch.tensor([self.words_of(row) for row in rows])
-        columns = self.send(words.T.contiguous())
+        columns = devices.send(words.T.contiguous(), self.device)
         slots, used, limit, top_k, key, token, *pairs = columns
         self.used[slots] = used
         self.limit[slots] = limit
@@ -93,7 +93,7 @@ class SlotState:
         self.token[slots] = token
         self.avoid[:, slots] = torch.stack(pairs)
         numbers = torch.tensor([numbers_of(row.request) for row in rows], dtype=torch.float64)
-        self.numbers[:, slots] = self.send(numbers.T)
+        self.numbers[:, slots] = devices.send(numbers.T, self.device)
         self.active[slots] = limit > used
 
         # Memory of slots x vocabulary is taken only when a request has such a penalty.
@@ -108,7 +108,7 @@ class SlotState:
         if self.seen is not None:
             self.seen[slots] = False
             for row in rows:
-                self.seen[row.slot, self.send(torch.tensor(row.prompt))] = True
+                self.seen[row.slot, self.send(row.prompt)] = True
 
     def words_of(self, row: DecoderRow) -> list[int]:
         """Return the integers of a row, in the order in which `admit` takes them apart."""
@@ -128,8 +128,8 @@ class SlotState:
         temperature, top_p, min_p = self.numbers[: MIN_P + 1, slots]
         return Controls(temperature, top_p, min_p, self.top_k[slots], self.key[slots])
 
-    def send(self, x: Tensor) -> Tensor:
-        return devices.send(x, self.device)
+    def send(self, x: list[int] | list[list[int]]) -> Tensor:
+        return devices.send(torch.tensor(x), self.device)
 
 
 @dataclass
@@ -215,7 +215,8 @@ def penalise_rows(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts
         is_forbidden = (tokens == never) & follows_last
         logits = logits.masked_fill(is_forbidden, float("-inf"))
     if kind.penalised and s.seen is not None:
-        logits = sampling.penalise(logits, s.seen[slots], s.numbers[REPETITION, slots])
+        penalty = s.numbers[REPETITION, slots]
+        logits = sampling.penalise(logits, s.seen[slots], penalty)
     if kind.counting and s.counts is not None:
         presence = s.numbers[PRESENCE, slots]
         frequency = s.numbers[FREQUENCY, slots]

@@ -63,7 +63,7 @@ class CapturedSteps:
         names = self.pad(slots, rows)
         # Most steps advance the same slots as the step before, and copy nothing.
         if self.names.get(rows) != names:
-            new = self.state.send(torch.tensor(names))
+            new = self.state.send(names)
             # A graph reads its slots where they were when it was captured.
             buffer = self.slots.setdefault(rows, torch.empty_like(new))
             buffer.copy_(new)
@@ -93,7 +93,7 @@ class CapturedSteps:
         for name, prompt in zip(self.pad(slots, rows), prompts, strict=True):
             behind = [0] * (width - len(prompt))
             lines.append([name, len(prompt) - 1, *prompt, *behind])
-        new = self.state.send(torch.tensor(lines))
+        new = self.state.send(lines)
         # A graph reads its prompts where they were when it was captured.
         key = rows, width
         prompt_buffer = self.prompts.setdefault(key, torch.empty_like(new))

@@ -80,7 +80,8 @@ class DecodeStep:
             z = x if self.model.m.use_parallel_residual else stream
             y = decode.linear(z, fc)
             x = decode.linear(y, out, stream)
-        return self.model.finish(decode.linear(x, self.head))
+        logits = decode.linear(x, self.head)
+        return self.model.finish(logits)
 
     def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         # The last branch and its bias are pending: the next norm's kernel adds them to the stream.

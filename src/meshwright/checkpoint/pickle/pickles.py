@@ -172,7 +172,8 @@ class AnswerDecoder:
     def table(self, *parts: Any) -> dict[Any, Any]:
         keys = self.all(parts[::2])
         values = self.all(parts[1::2])
-        return {self.checked_key(key): value for key, value in zip(keys, values, strict=True)}
+        items = zip(keys, values, strict=True)
+        return {self.checked_key(key): value for key, value in items}
 
     def checked_key(self, key: Any) -> Any:
         """Return the key if it is quick to hash and compare; a long or nested one may never end.

@@ -111,7 +111,8 @@ def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
     actual = f"{tuple(made.shape)} {made.dtype}"
     if actual != promised:
         raise ValueError(f"{promised} was promised, {actual} was made")
-    flat = made.detach().cpu().contiguous().view(-1)
+    on_host = made.detach().cpu()
+    flat = on_host.contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy().data)
