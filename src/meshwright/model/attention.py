@@ -97,7 +97,7 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
     # Odd 64-bit multipliers, as in splitmix64: they spread numbers that are near over all bits.
     mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
-    # A seed of torch is a signed 64-bit number, so one bit goes.
+    # 63 bits fit any kind of seed, signed or not.
     if devices.counts_draws(device):
         devices.seed_generator(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
     else:

@@ -351,7 +351,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             is_less = m.apply_layernorm_1p and kind.startswith("ln_")
             p.fill_(factor - 1.0 if is_less else factor)
         else:
-            # torch takes signed seeds, so the hash loses one of its 64 bits.
+            # A seed of 63 bits from the hash of both.
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             random = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
