@@ -123,8 +123,7 @@ class Samples(FileSamples):
         counts = last - first + 1
         stops = counts.cumsum()
         starts = stops - counts
-        places = np.arange(stops[-1])
-        places += np.repeat(first - starts, counts)
+        places = np.arange(stops[-1]) + np.repeat(first - starts, counts)
         documents = self.doc_idx[places]
 
         # Their tokens; a sample's first and last document are cut.
@@ -185,7 +184,8 @@ class Cyclic(Composite):
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
         self.parts = [dataset]
-        self._order = lru_cache(maxsize=2)(self._shuffle)  # a step can lie in two epochs
+        # A step can lie in two epochs.
+        self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -252,7 +252,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.unmasked >= 0:
-            return  # a part or a copy of a batch that was counted
+            # This is a part or a copy of a batch that was counted.
+            return
         # Read here, on the host: on a device it would wait for the stream.
         unmasked = self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
         object.__setattr__(self, "unmasked", unmasked)
@@ -424,7 +425,8 @@ class Loader:
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         is_wrong = (text < 0) | (text >= self.spec.vocab_size)
         row, column = np.argwhere(is_wrong)[0].tolist()
-        sample = numbers[row] % len(self.dataset)  # beyond the end, the numbers go on
+        # Beyond the end, the numbers go on.
+        sample = numbers[row] % len(self.dataset)
         place = self.dataset.locate(sample, column)
         return bad_data(
             f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "

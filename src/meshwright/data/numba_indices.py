@@ -43,7 +43,8 @@ def _twist(key: Any) -> None:
         low = key[(k + 1) % WORDS] & np.uint32(0x7FFFFFFF)
         y = high | low
         odd = np.uint32(0x9908B0DF) * (y & one)
-        key[k] = key[(k + MIDDLE) % WORDS] ^ (y >> one) ^ odd
+        far = key[(k + MIDDLE) % WORDS]
+        key[k] = far ^ (y >> one) ^ odd
 
 
 @njit(cache=True, nogil=True)

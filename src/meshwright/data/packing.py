@@ -116,8 +116,14 @@ class Packed(FileSamples):
         # The rest of the document, as far as it fits.
         left = self.indexed.sizes[documents] - offsets
         lengths = np.minimum(left, self.seq_length + 1)
-        columns = documents.tolist(), offsets.tolist(), lengths.tolist()
-        return list(zip(*columns, strict=True))
+        return list(
+            zip(
+                documents.tolist(),
+                offsets.tolist(),
+                lengths.tolist(),
+                strict=True,
+            )
+        )
 
 
 def pack_files(

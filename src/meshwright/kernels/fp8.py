@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
-from meshwright.kernels.gradients import from_rows, main_grad_of
+from meshwright.kernels.gradients import main_grad_of, of_bias
 from meshwright.kernels.references import is_triton, launcher, reference
 
 E4M3 = torch.float8_e4m3fn
@@ -473,10 +473,7 @@ class _Multiply(torch.autograd.Function):
         q = product.scales.cast(product.first + 2, flat, True, True)
         of_x, of_weight = product.differentiate(q, transposed, ctx.parameter, grad.dtype)
         of_x = of_x.view(*grad.shape[:-1], -1)
-        of_bias = None
-        if ctx.needs_input_grad[2]:
-            of_bias = from_rows(ctx.bias, grad)
-        return of_x, of_weight, of_bias, None, None
+        return of_x, of_weight, of_bias(ctx, grad), None, None
 
 
 def give_gradient(

@@ -13,7 +13,7 @@ matrix. Nothing is added atomically, so that the same inputs give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ def from_columns(parameter: Tensor | None, partials: Tensor) -> Tensor | None:
 def from_rows(parameter: Tensor | None, grad: Tensor) -> Tensor | None:
     """Give a linear map's bias the sum of the rows of its outputs' gradient [..., C]."""
     return None if parameter is None else from_columns(parameter, column_sums(grad))
+
+
+def of_bias(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Do `from_rows` for the third input of a function, which is `ctx.bias`, if it needs one."""
+    return from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
 
 
 def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[Tensor | None]:

@@ -35,10 +35,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = product(grad, parameter.flatten(0, -2))
         of_weight = gradients.from_product(ctx.parameter, flat, rows)
-        of_bias = None
-        if ctx.needs_input_grad[2]:
-            of_bias = gradients.from_rows(ctx.bias, grad)
-        return of_x, of_weight, of_bias
+        return of_x, of_weight, gradients.of_bias(ctx, grad)
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,7 +18,8 @@ class Cache:
     """
 
     def __init__(self, slots: int, length: int) -> None:
-        self.slots, self.length = slots, length
+        self.slots = slots
+        self.length = length
         self.room = (length // CACHE_MULTIPLE + 1) * CACHE_MULTIPLE
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -52,18 +53,20 @@ class ContinuedTexts:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values, and return all that attention reads."""
         keys, values = self.cache.of_layer(layer, k)
+        slots = self.slots
         if self.at is None:
             # Padding may lie beyond the text's room; it goes to the last place, which no text has.
             room = self.cache.room
             places = self.places(k.shape[1]).clamp(max=room - 1)
-            places = places + room * self.slots[:, None]
+            places = places + room * slots[:, None]
             self.at = places.flatten()
         keys.flatten(0, 1)[self.at] = k.flatten(0, 1)
         values.flatten(0, 1)[self.at] = v.flatten(0, 1)
         # Texts that begin here have no other keys than these, which need no copy out of the cache.
-        if not self.seen:
+        seen = self.seen
+        if not seen:
             return k, v
-        return keys[self.slots, : self.seen], values[self.slots, : self.seen]
+        return keys[slots, :seen], values[slots, :seen]
 
     def places(self, t: int) -> Tensor:
         """Return the places [B, T] in their texts of a pass's tokens."""

@@ -38,13 +38,16 @@ class DecodeStep:
         self.cache = cache
         # Cosines and sines of all places of the cache, among which a step looks up its tokens'. In
         # float32, since `reason_against` refuses float64.
+        wte = model.wte.weight
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
-            ids = torch.arange(cache.room, device=model.wte.weight.device)[:, None]
-            cos, sin = rotations(model.m, ids, torch.float32)
+            ids = torch.arange(cache.room, device=wte.device)
+            cos, sin = rotations(model.m, ids[:, None], torch.float32)
             self.rotation = cos.contiguous(), sin.contiguous()
-        self.layers = [(int(i), *layers_of(block)) for i, block in model.h.items()]
-        head = model.wte.weight if model.lm_head is None else model.lm_head.weight
+        self.layers = []
+        for i, block in model.h.items():
+            self.layers.append((int(i), *layers_of(block)))
+        head = wte if model.lm_head is None else model.lm_head.weight
         self.head = DecodeLinear(head, None, weights_of(model.ln_f))
 
     def __call__(self, state: TextState, slots: Tensor, longest: int) -> Tensor:
@@ -76,7 +79,8 @@ class DecodeStep:
             z = x if self.model.m.use_parallel_residual else stream
             y = decode.linear(z, fc)
             x = decode.linear(y, out, stream)
-        return self.model.finish(decode.linear(x, self.head))
+        logits = decode.linear(x, self.head)
+        return self.model.finish(logits)
 
     def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         # The last branch and its bias are pending: the next norm's kernel adds them to the stream.

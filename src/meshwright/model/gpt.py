@@ -361,7 +361,8 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             # Draw in place where p is a plain tensor of the format that is drawn.
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
             is_own = p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
-            draw = p[:true_rows] if is_own else torch.empty(true_rows, *p.shape[1:])
+            shape = true_rows, *p.shape[1:]
+            draw = p[:true_rows] if is_own else torch.empty(shape)
             if m.init_method_xavier_uniform:
                 # The bound is for a matrix [out, in]; the two of a gated MLP count as one.
                 inputs = draw.shape[-1]

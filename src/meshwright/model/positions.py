@@ -190,8 +190,9 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     Heads beyond a power of two take every other slope of the next power.
     """
     power = 2 ** math.floor(math.log2(heads))
-    exponents = [8.0 * (i + 1) / power for i in range(power)]
-    exponents += [4.0 * (2 * i + 1) / power for i in range(heads - power)]
+    every_other = range(1, 2 * (heads - power), 2)
+    exponents = [8.0 * n / power for n in range(1, power + 1)]
+    exponents += [4.0 * n / power for n in every_other]
     slopes = [2.0**-exponent for exponent in exponents]
     # Sampling may ask first; a tensor made in inference mode could not be used in training.
     with torch.inference_mode(False):

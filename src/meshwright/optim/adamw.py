@@ -43,6 +43,7 @@ class FlatAdamW:
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, kinds)
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
+        # One tensor for all ranges, one after the other; each range's state is a view of it.
         exp_avg, exp_avg_sq = (
             torch.zeros(sum(sizes), dtype=state_dtype(o, key, master.dtype), device=device)
             for key in ("exp_avg", "exp_avg_sq")

@@ -41,6 +41,7 @@ class MovingAverage:
 
     def swap(self) -> None:
         """Let the average and the weights change places, bit for bit."""
+        # A part at a time, so that the copy in between stays small.
         for value, master in zip(self.values, self.masters, strict=True):
             parts = (torch.split(x.view(-1), SWAP_CHUNK) for x in (value, master))
             for a, b in zip(*parts, strict=True):

@@ -48,6 +48,7 @@ class ElementwiseRule(OwnRule):
                 draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, *stored in zip(*chunks, strict=True):
                     self._update(weight, gradient, stored, draws, group)
+                    # The next chunk's elements come after these in the parameter.
                     if draws is not None:
                         draws = draws.after(len(weight))
 
@@ -95,6 +96,7 @@ class AdamW(ElementwiseRule):
     ) -> tuple[Tensor, ...]:
         lr = group["lr"]
         t = self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
+        # Adam's corrections, for the first steps' moments, which begin at 0.
         size = lr / (1 - self.constants.beta1**t)
         root = (1 - self.constants.beta2**t).rsqrt()
         decay = lr * group["weight_decay"]
@@ -149,6 +151,7 @@ class Lion(ElementwiseRule):
         ahead = moment * self.beta1 + gradient * (1 - self.beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
+        # Decay and step as in AdamW; the step has the same size for every element.
         decay = scalar(1 - lr * group["weight_decay"], weight)
         rate = scalar(lr, weight)
         new = muon.moved(weight, ahead.sign_(), decay, rate, self.is_cautious)

@@ -36,6 +36,7 @@ class LossScale:
         self.in_a_row = 0  # overflows
 
     def update(self, is_overflow: bool) -> None:
+        # A fixed scale cannot answer, but overflows in a row end the run in the end.
         self.in_a_row = self.in_a_row + 1 if is_overflow else 0
         if not self.dynamic:
             return
@@ -45,6 +46,7 @@ class LossScale:
             if self.hysteresis <= 0:
                 self.scale = max(self.scale / 2, self.p.min_loss_scale)
             return
+        # Try a larger scale after enough steps without an overflow.
         self.clean += 1
         if self.clean >= self.p.loss_scale_window:
             self.clean = 0

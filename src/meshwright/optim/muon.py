@@ -145,6 +145,7 @@ class Muon(OwnRule):
         def kind(i: int, _: Tensor) -> Hashable:
             return forms[i].scale, parameters[i].shape
 
+        # A round at a time bounds the memory of look-aheads and updates.
         for one_round in exchange.rounds:
             # To the owners, the look-aheads of this rank's parts.
             mine = self._look_ahead(one_round.members, group)
@@ -197,6 +198,7 @@ class Muon(OwnRule):
     def _subtract(
         self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
     ) -> None:
+        # The form's scale gives the update AdamW's size, so that one learning rate serves both.
         first = matrices[0]
         lr = group["lr"]
         decay = scalar(1 - lr * group["weight_decay"], first)
@@ -276,6 +278,7 @@ def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
 
 def orthogonalise_either(x: Tensor, steps: int) -> Tensor:
     """Return the matrices x [n, r, c] of norm 1, of any shape, with singular values of about 1."""
+    # X X^T is then the smaller of the two squares.
     if x.shape[1] > x.shape[2]:
         return orthogonalise(x.mT, steps).mT
     return orthogonalise(x, steps)
@@ -306,8 +309,10 @@ def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
     r = symmetric_product(x, x, scale=SPREAD)
     q = None
     for step in range(steps):
+        # P = c R^2 + b R + a I, of an R that is SPREAD times as large.
         p = symmetric_product(r, r, r, C / SPREAD**2, B / SPREAD, A)
         q = p if q is None else symmetric_product(q, p)
+        # The next R is that of P X: P R P, as P is symmetric.
         if step + 1 < steps:
             pr = symmetric_product(p, r)
             r = symmetric_product(pr, p)

@@ -44,6 +44,7 @@ class Factors(NamedTuple):
 
 def factors_of(m: Model, name: str, is_matrix: bool, is_muon: bool = False) -> Factors:
     """Return the factors of a parameter; all are 1 at the base, and without one."""
+    # The rows of the table above, one after the other.
     width = m.width_growth
     depth = m.depth_growth
     module, _, _ = name.rpartition(".")

@@ -140,6 +140,7 @@ def muon_flops(short: int, long: int, steps: int) -> float:
 
     There a symmetric product computes only the tiles on the diagonal and below it.
     """
+    # T rows of tiles have T (T + 1) / 2 on or below the diagonal, and wide tiles reach beyond it.
     half = min(1.0, 0.5 + MUON_TILE / short)
     wide = 2.0 * short**2 * long
     square = 2.0 * short**3
@@ -158,6 +159,7 @@ def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
     """Give each number to the rank with the least load so far, the costliest first."""
     # Of equal costs the lower number comes first, so that all ranks find the same owners.
     out = {}
+    # Of equal costs or loads the lower number comes first, so that all ranks find the same.
     for i in sorted(costs, key=lambda i: (-costs[i], i)):
         rank = out[i] = min(range(len(loads)), key=loads.__getitem__)
         loads[rank] += costs[i]

@@ -33,6 +33,7 @@ class Schedule:
     wsd_style: str = "exponential"
 
     def lr(self, samples: int) -> float:
+        # Megatron's formulas, in its order of operations.
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
         if self.style == "constant":
@@ -63,6 +64,7 @@ class Schedule:
         return 0.5 * (math.cos(math.pi * ratio) + 1)
 
     def wd(self, samples: int) -> float:
+        # In proportion to the rate, so that rate x decay falls as its square.
         if self.wd_style == "rate":
             return self.end_wd * (self.lr(samples) / self.max_lr) if self.max_lr else 0.0
         if self.wd_style == "constant" or samples > self.wd_samples:

@@ -75,9 +75,7 @@ class _ColumnParallel(torch.autograd.Function):
         # The sum over the ranks runs while the parameters' gradients are computed.
         of_x = product(grad, parameter.flatten(0, -2))
         back = comm.start_all_reduce(of_x, ctx.group)
-        of_bias = None
-        if ctx.needs_input_grad[2]:
-            of_bias = gradients.from_rows(ctx.bias, grad)
+        of_bias = gradients.of_bias(ctx, grad)
         of_weight = gradients.from_product(ctx.parameter, grad, x)
         return comm.wait_for(back), of_weight, of_bias, None
 
@@ -102,9 +100,7 @@ class _GatheredColumnParallel(torch.autograd.Function):
         # while the parameters' are.
         rows = ctx.by.start_gather(x)
         back = ctx.by.back_multiply_scatter(grad, parameter.flatten(0, -2))
-        of_bias = None
-        if ctx.needs_input_grad[2]:
-            of_bias = gradients.from_rows(ctx.bias, grad)
+        of_bias = gradients.of_bias(ctx, grad)
         of_weight = gradients.from_product(ctx.parameter, grad, comm.wait_for(rows))
         return comm.wait_for(back), of_weight, of_bias, None
 
@@ -126,7 +122,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
         # From the gradient as it comes, with which the sums of its columns may be kept.
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        of_bias = gradients.of_bias(ctx, grad)
         of_x, rows = ctx.by.back_gather_multiply(grad[0], parameter)
         of_weight = gradients.from_product(ctx.parameter, rows, x)
         return of_x, of_weight, of_bias, None

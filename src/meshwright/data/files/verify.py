@@ -239,7 +239,8 @@ def write_checksums(path: Path, digests: dict[str, str]) -> None:
     with writing(path, "--checksums"), replacing(path, typed=True) as file:
         for name, digest in digests.items():
             listed = Path(name).resolve()
-            if listed.is_relative_to(folder):  # so that both can be moved together
+            # Relative, so that both can be moved together.
+            if listed.is_relative_to(folder):
                 listed = listed.relative_to(folder)
             file.write(f"{digest}  {listed}\n".encode())
 

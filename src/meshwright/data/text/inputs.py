@@ -425,7 +425,8 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
             about = os.stat(path)
             refuse_other_than_text(path, about.st_mode)
             if not stat.S_ISREG(about.st_mode):
-                return source  # what is read from a pipe here would be lost
+                # What is read from a pipe here would be lost.
+                return source
             source = replace(source, bytes=about.st_size, changed=about.st_mtime_ns)
         with open_source(source, containers.START) as file:
             start = detect.look_at(file)

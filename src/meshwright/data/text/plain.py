@@ -133,9 +133,8 @@ def _not_utf8(error: UnicodeDecodeError, at: int, texts: Slice, options: ReadOpt
 
     # The run stops here, so what to do is worth a look at the whole text.
     guess = cure = ""
-    decoded = content.decode("utf-8", "replace")
     if options.on_error == "stop":
-        bad, lines = count_bad_lines(decoded)
+        bad, lines = count_bad_lines(content.decode("utf-8", "replace"))
         if byte is None and (guess := charsets.guess(content)):
             cure = f"it looks like {guess}, which --encoding {guess} reads"
         elif bad > max(lines // 2, 2):
@@ -146,6 +145,7 @@ def _not_utf8(error: UnicodeDecodeError, at: int, texts: Slice, options: ReadOpt
     # In another charset: what is here was decoded, so the place in the file is not known.
     if byte is not None:
         detail = f"byte 0x{byte:02x} is not {options.encoding}"
+        decoded = content.decode("utf-8", "replace")
         size = len(decoded.encode(options.encoding, "replace"))
         return Rejected(NOT_UTF8, place, detail, cure, texts.is_named, bytes=size)
 

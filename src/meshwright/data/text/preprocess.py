@@ -163,7 +163,8 @@ class PreprocessPlan:
         say_to_scripts(
             f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout
         )
-        cached_tokenizer.cache_clear()  # its files may have changed
+        # Its files may have changed.
+        cached_tokenizer.cache_clear()
         self.tokenizer = tokenizer = cached_tokenizer(config.tokenizer)
         tokenizers.fastest_encoder(tokenizer)
         if hint := tokenizers.missing_speed(tokenizer):
@@ -227,7 +228,8 @@ class PreprocessPlan:
         idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
-        if p.split_sentences:  # records name rules, though they are the default, and not Punkt
+        # Records name rules, though they are the default, and not Punkt.
+        if p.split_sentences:
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
         inputs = self.inputs.identity()
@@ -324,7 +326,8 @@ class Share:
                 self.encode_pieces(journal, writers, state["pieces"] if state else 0)
                 preparation.require_tokens(self.totals)
                 if changed := preparation.find_changed():
-                    journal.state = None  # start from the beginning next time
+                    # Start from the beginning next time.
+                    journal.state = None
                     raise bad_data(f"{changed}; start again when it is complete")
                 for writer in writers:
                     preparation.keep_beside(writer)

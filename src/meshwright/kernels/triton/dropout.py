@@ -74,7 +74,8 @@ def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):
     inside = c < columns
     at = row.to(tl.int64) * columns + c
     value = tl.load(x + at, mask=inside)
-    keep = keep_mask(tl.load(rows + row), c, threshold)
+    row_hash = tl.load(rows + row)
+    keep = keep_mask(row_hash, c, threshold)
     kept = tl.where(keep, value * scale, 0.0)
     tl.store(out + at, kept.to(value.dtype), mask=inside)
 

@@ -30,7 +30,8 @@ def _bound(logits, out, cap, count, BLOCK: tl.constexpr):
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     x = tl.load(logits + i, mask=inside)
-    y = cap * _tanh(x.to(tl.float32) / cap)
+    x = x.to(tl.float32)
+    y = cap * _tanh(x / cap)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=inside)
 
 
