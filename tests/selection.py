@@ -20,7 +20,6 @@ SLOW_NAMES = frozenset(SLOW.read_text().split())
 LIMIT = 0.1  # seconds, of the slowest case
 
 THINNED = {
-    "test_same_losses.py::test_layouts": 5,
     "test_fp8_fused.py::test_gradient_of_heads": 3,
     "test_kill.py::test_kill_at_each_point_of_the_save": 16,
     "test_kill.py::test_kills_during_the_recovery": 2,
@@ -33,10 +32,7 @@ THINNED = {
     "test_flag_effects.py::test_changes_the_losses_of_another_run": 2,
     "test_fit.py::test_the_largest_divisor_below_the_line": 3,
     "test_zero.py::test_a_non_finite_number_changes_nothing": 4,
-    "test_zero_ranks.py::test_parameters_unused_by_some_losses": 4,
-    "test_zero_ranks.py::test_pending_collectives_are_awaited": 2,
     "test_native_ranks.py::test_a_rank_is_killed_while_others_wait": 3,
-    "test_runs_on_ranks.py::test_a_run_continues_in_another_layout": 2,
     "test_exact.py::test_stopped_with_other_rules": 6,
     "test_exact.py::test_stopped_again_and_again_it_is_the_same_run": 4,
     "test_exact.py::test_stopped_between_validations": 2,
@@ -50,13 +46,9 @@ THINNED = {
     "test_optimizers.py::test_non_finite_gradients_change_nothing": 7,
     "test_flat_adamw.py::test_the_store_equals_torchs": 2,
     "test_decode.py::test_attend": 2,
-    "test_zero_ranks.py::test_other_rules_equal_one_process": 2,
-    "test_zero_ranks.py::test_low_precision": 2,
     "test_text.py::test_a_small_file_that_unpacks_to_much": 3,
     "test_options.py::test_recomputation_changes_no_bit": 6,
     "test_options.py::test_gradients_equal_the_reference": 4,
-    "test_zero_ranks.py::test_a_non_finite_number_on_one_rank_stops_all": 3,
-    "test_zero_ranks.py::test_float64_equals_one_process": 2,
     "test_precision.py::test_forced_overflows": 4,
     "test_precision.py::test_a_bad_loss_never_reaches_the_weights": 5,
     # Steps without a common factor with the lengths of the lists: every value of each list is left.

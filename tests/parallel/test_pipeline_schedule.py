@@ -215,21 +215,6 @@ def test_same_lists_as_torch(chunks, pp):
             assert plain(theirs, pp) == schedule("1f1b", pp, rank, m, chunks)
 
 
-@pytest.mark.parametrize("pp", SIZES[1:])
-def test_same_order_as_torchs_1f1b_and_gpipe(pp):
-    from torch.distributed.pipelining import schedules as torchs
-
-    for kind, cls in (("1f1b", torchs.Schedule1F1B), ("gpipe", torchs.ScheduleGPipe)):
-        oracle = object.__new__(cls)
-        oracle._num_stages, oracle._n_microbatches = pp, 3 * pp
-        for rank, theirs in oracle._get_pipeline_order().items():
-            ours, theirs = schedule(kind, pp, rank, 3 * pp), plain(theirs, 2 * pp)
-            assert [a.op for a in ours] == [a.op for a in theirs]
-            # torch 2.13 numbers the last rank's forwards of 1F1B from 1
-            if rank < pp - 1 or kind == "gpipe":
-                assert ours == theirs
-
-
 @pytest.mark.parametrize("removed", ["zero-bubble", "zbv"])
 def test_removed_schedules_are_read_from_saved_settings_alone(removed):
     assert flags.from_saved(TrainConfig, {"pipeline_schedule": removed}, "x") == {
