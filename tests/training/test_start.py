@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from helpers import TINY_FLAGS, TinyRun
 from meshwright import api
 from meshwright.checkpoint.huggingface import reader
-from on_ranks import train_on_ranks
 
 OPENED = "opened"  # a file with the word "again" for each opening, of each rank
 
@@ -52,10 +50,3 @@ def test_another_programs_checkpoint_is_opened_once(exported, tmp_path, capsys, 
     assert openings(tmp_path) == [2]
     assert api.train([*TINY_FLAGS, *flags], quiet=True).status == 0
     assert openings(tmp_path) == [3]
-
-
-def test_each_rank_opens_another_programs_checkpoint_once(exported, tmp_path):
-    flags = [*TINY_FLAGS, f"--load={exported}", "--train-iters=2", "--eval-iters=0"]
-    prepare = functools.partial(note_openings, tmp_path)
-    assert train_on_ranks(2, flags, tmp_path, prepare) == [0, 0]
-    assert openings(tmp_path) == [1, 1]
