@@ -21,10 +21,9 @@ LIMIT = 0.1  # seconds, of the slowest case
 
 THINNED = {
     "test_fp8_fused.py::test_gradient_of_heads": 3,
-    "test_kill.py::test_kill_at_each_point_of_the_save": 16,
     "test_kill.py::test_kills_during_the_recovery": 2,
+    "test_publish.py::test_killed_at_every_point": 2,
     "test_environment.py::test_a_run_does_not_depend_on_the_environment": 5,
-    "test_kill.py::test_control_without_restoring_differs": 3,
     "test_flag_effects.py::test_changes_the_losses": 4,
     "test_flag_effects.py::test_changes_the_losses_of_another_run": 2,
     "test_fit.py::test_the_largest_divisor_below_the_line": 3,

@@ -1,15 +1,10 @@
 """Conversion between all formats keeps every number and needs little memory."""
 
-import contextlib
 import filecmp
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +15,7 @@ from meshwright.__main__ import main
 from meshwright.base.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box, split_boxes
-from meshwright.checkpoint.convert import complete_source, native_files, select
+from meshwright.checkpoint.convert import complete_source, select
 from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.pickle import writer
@@ -181,31 +176,6 @@ def test_optimizer_state_and_counters_are_converted(tmp_path):
     convert(start, tmp_path / "bare", "--to=native", "--no-optimizer", "--dtype=bfloat16")
     bare = values(tmp_path / "bare")[0]
     assert_equal(bare, {name: t.bfloat16() for name, t in a[0].items() if "/" not in name})
-
-
-def test_lions_state_has_no_place_in_megatrons_tree(tmp_path):
-    run, lion = tmp_path / "run", ["--optimizer=lion"]
-    assert (
-        main(["train", *TINY_FLAGS, *lion, "--save", str(run), "--save-hf", str(tmp_path / "hf")])
-        == DONE
-    )
-    said = joined(convert(run, tmp_path / "torch", "--to=torch", status=USAGE))
-    assert (
-        "(exp_avg) is not Adam's: add --no-optimizer" in said and not (tmp_path / "torch").exists()
-    )
-    want = {name: t for name, t in values(run)[0].items() if "/" not in name}
-    convert(run, tmp_path / "torch", "--to=torch", "--no-optimizer")
-    for folder in ("torch", "hf"):
-        assert_equal(values(tmp_path / folder)[0], want)
-    convert(run, tmp_path / "native", "--to=native")
-    assert_equal(values(tmp_path / "native")[0], values(run)[0])
-    adam = str(tmp_path / "adam")
-    assert (
-        main(["train", *TINY_FLAGS, "--exit-interval=3", "--save", adam, "--ckpt-format=torch"])
-        == DONE
-    )
-    assert main(["train", *TINY_FLAGS, *lion, "--load", adam]) == BAD_DATA
-    assert main(["train", *TINY_FLAGS, *lion, "--load", adam, "--no-load-optim"]) == DONE
 
 
 @pytest.mark.flag("dtype")
@@ -424,83 +394,6 @@ def test_the_commands_of_docs_checkpoints_work(folder, tmp_path, monkeypatch):
 
 
 # Memory
-
-
-def anonymous(status):
-    """Return the bytes of memory that is no file's, from a process's status file in /proc."""
-    return sum(int(kb) * 1024 for kb in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
-
-
-def most_memory(*words):
-    """Return the most anonymous memory of the command while it runs, and its seconds."""
-    began, most, argv = (
-        time.perf_counter(),
-        0,
-        [sys.executable, "-m", "meshwright", *map(str, words)],
-    )
-    process = subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "2"})
-    while process.poll() is None:
-        with contextlib.suppress(OSError):
-            most = max(most, anonymous(Path(f"/proc/{process.pid}/status").read_text()))
-        time.sleep(0.005)
-    assert process.returncode == DONE
-    return most, time.perf_counter() - began
-
-
-def imported():
-    """Return the anonymous memory of a process that has only imported what the command does."""
-    code = (
-        "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt;"
-        "import meshwright.checkpoint.huggingface.reader;"
-        "import meshwright.compat.formats.megatron.writer; print(open('/proc/self/status').read())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return anonymous(done.stdout)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("optimizer", [False, True], ids=["weights", "optimizer"])
-def test_memory(optimizer, tmp_path, record_property):
-    """More than 5 GB in every direction, within twice the largest tensor and 200 MB."""
-    if shutil.disk_usage(tmp_path).free < 30e9:
-        pytest.skip("30 GB of disk are needed")
-    source = Made.of(24, 1152 if optimizer else 2048, 16, 50257, 1024, optimizer)
-    sizes = [torch.Size(known.shape).numel() * 4 for known in source.tensors.values()]
-    size, largest = sum(sizes), max(sizes)
-    assert size > 5e9
-    base, rows = imported(), []
-    allowed = base + 2 * largest + 200e6
-    before = first = tmp_path / "0"
-    (write_made if optimizer else huggingface_writer.write_huggingface)(source, first)
-    for number, to in enumerate(
-        ["torch", "native"] if optimizer else ["native", "torch", "huggingface"], start=1
-    ):
-        after = tmp_path / str(number)
-        most, took = most_memory(
-            "convert", before, after, "--to", to, *(FOUR_RANKS if to == "torch" else ())
-        )
-        rows.append(
-            f"to {to:12} {most / 1e6:6.0f} MB of {allowed / 1e6:.0f} allowed, {size / took / 1e6:5.0f} MB/s"
-        )
-        if before != first:
-            shutil.rmtree(before)
-        before = after
-    rows.insert(0, f"{size:,} bytes, largest tensor {largest:,}, imported {base / 1e6:.0f} MB")
-    record_property("table", "\n".join(rows))
-    same = sorted(p.relative_to(first) for p in first.rglob("*.safetensors"))
-    assert same and all(filecmp.cmp(first / p, before / p, shallow=False) for p in same)
-    shutil.rmtree(tmp_path)
-    assert all(int(row.split()[2]) * 1e6 <= allowed for row in rows[1:]), rows
-
-
-def write_made(source, root):
-    """Write as `native.save` would, one tensor at a time."""
-    from meshwright.checkpoint import publish
-
-    source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
-    root.mkdir()
-    publish.write_step(root, 7, native_files(select(source)))
 
 
 def test_a_selection_has_the_parts_and_the_vocabulary_of_its_source(tmp_path):

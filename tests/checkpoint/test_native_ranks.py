@@ -90,7 +90,7 @@ def any_cutting(root: Path) -> None:
         *(Team(everybody.rank, n, (group,)) for n, group in some_of_us.items()),
         everybody,
     ]
-    for trial in range(8):
+    for trial in range(4):
         how = ("one rank", "random boxes", "slices", "columns and slices")[trial % 4]
         common, own = random.Random(trial), random.Random(100 * trial + everybody.rank)
         manifests.CHUNK, native.PART = common.choice([64, 200, 4096]), common.choice([16, 64, 1000])

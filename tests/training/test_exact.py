@@ -7,6 +7,7 @@ positions and divide the attention.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -20,6 +21,8 @@ from meshwright.config import flags
 from meshwright.config import schema as config
 from meshwright.data.datasets import build_datasets
 from meshwright.data.files.writer import Writer
+from meshwright.optim.loss_scale import LossScale
+from meshwright.training.state.state import State
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -171,7 +174,6 @@ def test_the_run_has_the_events_to_survive(blend, whole, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*reversed(FORMATS)])  # fp16 first: it has the most state
-@pytest.mark.fault("F3")
 def test_stopped_again_and_again_it_is_the_same_run(blend, whole, tmp_path, kind):
     more = [*FORMATS[kind], *OVERFLOWING, *VALIDATED]
     overflows = [r["iteration"] for r in read_rows(whole(*more)) if r["skipped"]]
@@ -188,3 +190,31 @@ def test_stopped_inside_a_skipped_range(blend, whole, tmp_path):
     train(tmp_path, *blend, *RUN, *more)
     assert losses(tmp_path) == losses(whole(*more))
     assert saved(tmp_path, STEPS)[0] == saved(whole(*more), STEPS)[0]
+
+
+def forget_scale(monkeypatch):
+    monkeypatch.setattr(LossScale, "load", lambda self, state: None)
+
+
+def forget_schedule(monkeypatch):
+    accept = State.accept
+    forgotten = {"schedule_samples": 100}
+
+    def accept_another(self, source):
+        return accept(self, dataclasses.replace(source, state=source.state | forgotten))
+
+    monkeypatch.setattr(State, "accept", accept_another)
+
+
+@pytest.mark.parametrize("forget", [forget_scale, forget_schedule])
+@pytest.mark.fault("F3")
+def test_forgotten_state_shows(blend, whole, tmp_path, monkeypatch, forget):
+    """The control: if these runs were equal too, the tests above would prove nothing."""
+    more = [*SHORT, *FORMATS["fp16"], *OVERFLOWING, *VALIDATED]
+    taken = [r["iteration"] for r in read_rows(whole(*more)) if not r["skipped"]]
+    stop = taken[1]  # the scale has come down, and half of its clean steps are done
+    train(tmp_path, *blend, *RUN, *more, f"--exit-interval={stop}")
+    forget(monkeypatch)
+    train(tmp_path, *blend, *RUN, *more)
+    assert losses(tmp_path)[:stop] == losses(whole(*more))[:stop]
+    assert losses(tmp_path) != losses(whole(*more))

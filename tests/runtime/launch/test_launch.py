@@ -141,7 +141,7 @@ def test_exit_status(act: str, status: int, words: str) -> None:
     )
 
 
-@pytest.mark.whole
+@pytest.mark.long
 def test_ranks_that_wait_on_a_device_end_soon_after_a_failure(tmp_path: Path) -> None:
     """They cannot save alone; torch would wait for 30 seconds."""
     impatient = tmp_path / "impatient.py"
@@ -206,7 +206,7 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
-@pytest.mark.whole
+@pytest.mark.long
 @pytest.mark.fault("F1")
 def test_ranks_die_with_their_launcher() -> None:
     # no forks
