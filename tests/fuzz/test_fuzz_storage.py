@@ -9,11 +9,8 @@ import pytest
 pytest.importorskip("obstore")
 
 from fuzz import storage as fuzz
-from meshwright.base.storage import store
 from meshwright.checkpoint import mirror, upload
 from s3 import Bucket
-
-read = store.BucketObjects.read
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +26,6 @@ def test_no_damage_is_silent(bucket: Bucket, cases: int) -> None:
         assert sum(world.outcomes[how] for world in worlds)
 
 
-def read_without_tag(objects: Any, key: str, begin: int, size: int, tag: str | None) -> memoryview:
-    return read(objects, key, begin, size, None)
-
-
 def believe(uploader: Any, path: Path, file: object, sent: dict[str, Any]) -> bool:
     return f"{path.parent.name}/{path.name}" in sent
 
@@ -40,7 +33,6 @@ def believe(uploader: Any, path: Path, file: object, sent: dict[str, Any]) -> bo
 @pytest.mark.parametrize(
     ("place", "name", "defect"),
     [
-        (store.BucketObjects, "read", read_without_tag),
         (upload.Uploader, "is_sent", believe),
         (mirror, "is_of_use", lambda folder, published: False),
     ],
