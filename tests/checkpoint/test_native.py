@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import struct
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from measured import in_child
@@ -26,11 +23,9 @@ from helpers import (
     flip_bit,
     hold_equal,
     open_step,
-    random_boxes,
     random_tensor,
 )
 from meshwright.base.errors import TOO_OLD, UserError
-from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
@@ -329,41 +324,6 @@ def test_inspect_shows_steps_tensors_and_damage(
     )
     assert open_step(tmp_path, 2).state == state(2)
     assert open_step(tmp_path, 2).config == ABSENT | {"num_layers": 1}
-
-
-def test_overlaps_are_found() -> None:
-    """Compare with every pair of boxes; be fast enough for the boxes of a thousand ranks."""
-
-    def overlapping(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-        low, high = np.array(boxes, np.int64).reshape(len(boxes), 2, -1).transpose(1, 0, 2)
-        return geometry.overlapping(low, high)
-
-    rng = random.Random(0)
-    found = 0
-    for _ in range(2000):
-        shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
-        boxes = [(o, geometry.plus(o, n)) for o, n in random_boxes(shape, rng)]
-        if not shape:
-            boxes *= rng.randrange(1, 3)
-            assert geometry.overlapping(*np.zeros((2, len(boxes), 0), np.int64)) == (len(boxes) > 1)
-            continue
-        assert not overlapping(boxes)
-        if rng.random() < 0.5:
-            low = tuple(rng.randrange(n) for n in shape)
-            boxes.append(
-                (low, tuple(rng.randrange(a, n + 1) for a, n in zip(low, shape, strict=True)))
-            )
-        pairs = itertools.combinations(boxes, 2)
-        expected = any(
-            geometry.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d)))
-            for (a, b), (c, d) in pairs
-        )
-        assert overlapping(boxes) == expected
-        found += expected
-    assert 300 < found < 1500
-    rows = [((4 * i, 512 * j), (4 * i + 4, 512 * j + 512)) for i in range(500) for j in range(8)]
-    start = time.perf_counter()
-    assert not overlapping(rows) and time.perf_counter() - start < 1
 
 
 def test_a_step_that_does_not_record_an_option_has_none(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import tomllib
 from pathlib import Path
 
@@ -93,15 +91,6 @@ def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
     assert first.status == 0 and first.column("iteration") == [1, 2] and steps_in(save) == [2]
     assert first.column("reason", "end") == ["--exit-interval 2"]
     assert run("--exit-interval", 2, "--save", save, "--load", save).column("iteration") == [3, 4]
-
-
-def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_path):
-    real = loop.Trainer.train
-    monkeypatch.setattr(
-        loop.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a)
-    )
-    got = run("--save", tmp_path / "save")
-    assert got.status == 143 and got.column("iteration") == [] and steps_in(tmp_path / "save") == []
 
 
 @pytest.mark.flag("skip_train")
@@ -269,20 +258,6 @@ def test_keep_best(run, tmp_path, monkeypatch):
     more = "--train-iters 8 --override-opt_param-scheduler --eval-interval 1".split()
     got = run("--save", save, "--load", save, "--keep-best", "--keep-last", 1, *more)
     assert steps_in(save) == [8] and (save / steps.BEST).read_text() == "8"
-
-
-def test_steps_that_a_killed_run_did_not_remove_go_before_the_next_save(run, tmp_path, monkeypatch):
-    save, kept = tmp_path / "save", []
-    run("--save", save, "--save-interval", 2, "--eval-interval", 2)
-    real = loop.train_step
-    monkeypatch.setattr(loop, "train_step", lambda *a: kept.append(steps_in(save)) or real(*a))
-    flags = ("--keep-last", 2, "--train-iters", 7, "--override-opt_param-scheduler")
-    assert (
-        run("--save", save, "--load", save, *flags).status == 0
-        and kept == [[4, 6]]
-        and steps_in(save) == [6, 7]
-    )
-    assert not (save / steps.BEST).exists()
 
 
 @pytest.mark.flag("finetune")
@@ -684,16 +659,6 @@ def test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weig
     assert main(["train", "--config", str(b / "config.toml")]) == 65
 
 
-def test_overwriting_the_folder_of_the_loaded_step(run, tmp_path, finished):
-    """Nothing is trained; the loaded step is moved aside and written anew."""
-    save = tmp_path / "save"
-    finished(save)
-    got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
-    assert got.status == 0 and got.column("iteration") == [] and steps_in(save) == [6]
-    assert (save / "replaced-1" / "iter_0000006").is_dir()
-    manifests.verify_step(save / "iter_0000006", full=True)
-
-
 @pytest.mark.fault("F2")
 def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     """The same command again writes the tracker."""
@@ -703,45 +668,6 @@ def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     got = run("--save", save, "--load", save)
     assert got.status == 0 and (save / steps.TRACKER).read_text() == "6"
     assert "  successfully saved checkpoint at iteration       6 to" in got.out
-
-
-def test_evaluating_an_older_step_undoes_nothing(run, tmp_path, capsys):
-    c = tmp_path / "c"
-    main(["train", *SMALL_FLAGS, "--save", str(c), "--save-interval", "2"])
-    got = run("--skip-train", "--load", c / "iter_0000002", "--run-dir", c)
-    assert got.status == 0
-    rows = report.read_history(c)
-    assert [s.iteration for s in rows.steps] == [1, 2, 3, 4, 5, 6]
-    assert len(rows.attempts) == 1 and rows.attempts[0].end["attempt"] == 1
-    main(
-        [
-            "train",
-            *SMALL_FLAGS,
-            "--save",
-            str(c),
-            "--load",
-            str(c),
-            "--train-iters",
-            "7",
-            "--lr-decay-iters",
-            "6",
-        ]
-    )
-    assert [a.number for a in report.read_history(c).attempts] == [1, 3]
-
-
-def test_skipped_ranges_leave_no_threads(run, after):
-    """Each range starts a new reader; the thread of the one before must have ended."""
-    alive = []
-    after(
-        3,
-        lambda: alive.extend(
-            t.name for t in threading.enumerate() if t.name.startswith("read-ahead")
-        ),
-    )
-    ranges = [f"{n}-{n}" for n in (2, 4)]
-    got = run("--num-workers", 2, "--skip-train-iteration-range", *ranges, "--eval-iters", 0)
-    assert got.column("iteration") == [1, 3, 5, 6] and len(alive) == 1
 
 
 def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
@@ -811,20 +737,6 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path, monkeypatch):
 # Combinations
 
 
-def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, monkeypatch):
-    """The validation between the last save of the loop and the one at the end changes nothing."""
-    made_up = iter([5.0, 4.0, 3.0, 3.0, 3.0])
-    monkeypatch.setattr(validation, "evaluate", lambda *a: next(made_up))
-    save = tmp_path / "save"
-    got = run("--save", save, "--save-interval", 2)
-    assert (
-        got.status == 0
-        and steps_in(save)[-1] == 6
-        and got.column("reason", "end") == ["all iterations done"]
-    )
-    assert open_step(save, 6).state["best_loss"] == 4.0  # of the loop's validations
-
-
 @pytest.mark.parametrize(("flags", "status"), [((), 70), (("--on-nonfinite", "skip:1"), 0)])
 def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, status):
     made_up = iter([float("nan")] + [4.0] * 4)
@@ -842,14 +754,6 @@ def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, stat
 def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag):
     refused = run("--load", tmp_path / "typo", flag)
     assert refused.status == 65 and f"but {flag} needs one" in refused.err and "no " in refused.err
-
-
-def test_evaluation_compares_no_schedule(run, tmp_path, finished):
-    finished(tmp_path / "a")
-    got = run(
-        "--load", tmp_path / "a", "--skip-train", "--lr", "none", "--lr-decay-style", "cosine"
-    )
-    assert got.status == 0 and len(got.column("loss", "validation")) == 2
 
 
 def test_all_tokens_masked(run, monkeypatch):

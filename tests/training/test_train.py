@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,15 +241,6 @@ def test_a_run_that_fails_behind_its_set_up_is_closed(tmp_path, monkeypatch):
     assert train(tmp_path)[0] == 2 and closed == [1]
 
 
-@pytest.mark.fault("F12")
-def test_a_kill_in_the_last_tracker_leaves_nothing(tmp_path):
-    """Its temporary file goes with the next start, though that saves nothing."""
-    assert train(tmp_path, "--load", tmp_path / "run")[0] == 0
-    left = tmp_path / "run" / "latest_checkpointed_iteration.txt.1148.tmp"
-    left.write_text("4")
-    assert train(tmp_path, "--load", tmp_path / "run")[0] == 0 and not left.exists()
-
-
 def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
     """Once, and not for what else may lie beside a run."""
     run = tmp_path / "run"
@@ -371,15 +361,6 @@ def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, mon
         assert f"; run it there: cd {tmp_path}/start" in err
 
 
-def test_changed_settings_are_printed(tmp_path, capsys, finished):
-    finished(tmp_path / "run")
-    changed = "--clip-grad 0.5 --train-iters 8 --override-opt_param-scheduler".split()
-    start("--load", tmp_path / "run", *changed)
-    out = capsys.readouterr().out
-    assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
-    assert " > overriding learning rate value to 0.01" in out
-
-
 def test_a_finetuning_lists_what_a_new_run_changes_in_one_line():
     """What changes the function that the weights were trained for has a line of its own."""
     from meshwright.training.state.resume import differences, saved_settings
@@ -458,27 +439,11 @@ def test_more_ranks_keep_the_losses_by_a_smaller_micro_batch(ranks, before, word
 def test_printed_config_runs_again(tmp_path, capsys, finished):
     finished(tmp_path / "run")
     shown = tmp_path / "shown.toml"
-    third = str(tmp_path / "third")
     capsys.readouterr()
     assert start("--print-config") == 0
     shown.write_text(capsys.readouterr().out)
     assert main(["train", "--config", str(shown), "--save", str(tmp_path / "again")]) == 0
     assert read_losses(tmp_path / "again") == [r["loss"] for r in read_rows(tmp_path / "run")]
-    assert (
-        main(
-            [
-                "train",
-                "--config",
-                str(tmp_path / "run/config.toml"),
-                "--save",
-                third,
-                "--load",
-                third,
-            ]
-        )
-        == 0
-    )
-    assert read_losses(tmp_path / "third") == [r["loss"] for r in read_rows(tmp_path / "run")]
 
 
 @pytest.mark.parametrize(
@@ -504,22 +469,6 @@ def test_signal_finishes_the_step_and_saves(tmp_path, capfd, monkeypatch, number
         len(steps) == 4
         and (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
     )
-
-
-@pytest.mark.parametrize("handle_signals", [False, True])
-def test_run_in_a_thread_leaves_signals_alone(tmp_path, handle_signals):
-    """Python allows no handlers there, and a notebook or a service has its own."""
-    config = parse_settings(
-        TrainConfig, [*SMALL_FLAGS, "--save", str(tmp_path / "run")], "test"
-    ).config
-    before = signal.getsignal(signal.SIGTERM)
-    run, caller = (
-        meshwright.training.run.run,
-        meshwright.training.run.Caller(handle_signals=handle_signals),
-    )
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(run, config, caller).result() == 0
-    assert len(read_rows(tmp_path / "run")) == 6 and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.whole

@@ -80,14 +80,8 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
             World(3, 4, 1, 2, "m", 29500, "meshwright launch"),
         ),
         (TORCH, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),
-        # torchrun, started by srun
-        (TORCH | SLURM | OMPI, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),
         (DEEPSPEED, World(3, 4, 1, 2, "m", 29500, "deepspeed")),
         (SLURM | {"MASTER_PORT": "1234"}, World(3, 4, 1, 2, "node07", 1234, "srun")),
-        (
-            SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "x", "WORLD_SIZE": "4"},
-            World(3, 4, 1, 2, "x", 1234, "srun"),
-        ),
         (SLURM | UNEVEN, World(2, 4, 0, 1, "node07", 1234, "srun")),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, World()),
         ({n: v for n, v in SLURM.items() if n != "SLURM_PROCID"}, World()),  # in salloc's shell
@@ -97,12 +91,6 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
         ),
         (OMPI | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "OpenMPI")),
         (HYDRA | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "MPI")),
-        (
-            SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_PORT": "1"},
-            World(3, 4, 1, 2, "node07", 1, "srun"),
-        ),
-        (dict(RANK="0", WORLD_SIZE="1"), World(0, 1, 0, 1, None, None, "RANK and WORLD_SIZE")),
-        ({"WORLD_SIZE": "1"}, World()),
     ],
 )
 def test_every_launcher(environ: dict[str, str], expected: World) -> None:
@@ -150,10 +138,6 @@ def test_tasks_per_node() -> None:
             {"RANK": "0", "WORLD_SIZE": "2"},
             "MASTER_ADDR and MASTER_PORT are not; set them to where rank 0 listens or, for one process, `unset RANK",
         ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"},
-            "MASTER_ADDR is not; set it to where rank 0",
-        ),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set and RANK is not"),
         (TORCH | {"RANK": "4"}, "RANK=4 does not fit WORLD_SIZE=4: ranks count from 0 to 3"),
         (TORCH | {"RANK": "one"}, "RANK='one' in the environment is not a whole number"),
@@ -165,12 +149,7 @@ def test_tasks_per_node() -> None:
             "set MASTER_ADDR",
         ),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
-        (SLURM | {"SLURM_TASKS_PER_NODE": "two"}, "2(x3),1"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "2(x0)"}, "x0 is not a number of nodes"),
-        (
-            SLURM | {"SLURM_TASKS_PER_NODE": "2(x9999999999)"},
-            "x9999999999 is not a number of nodes",
-        ),
     ],
 )
 def test_contradictory_variables(environ: dict[str, str], words: str) -> None:
@@ -413,7 +392,6 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
             ),
             True,
         ),
-        (RuntimeError(SOURCES + "Read error [10.0.0.2]:1: Connection reset by peer"), True),
         (RuntimeError(SOURCES + "Timed out waiting 3000ms for recv operation to complete"), True),
         (dist.DistStoreError("wait timeout after 1000ms, keys: /x"), True),
         (dist.DistNetworkError("Connection reset by peer"), True),
@@ -435,10 +413,7 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
             ),
             False,
         ),
-        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (RuntimeError("download timed out"), False),
-        (ConnectionResetError("Connection reset by peer"), False),
-        (ValueError("Connection closed by peer"), False),
     ],
 )
 @pytest.mark.fault("F19")
