@@ -74,32 +74,6 @@ def test_a_save_holds_the_numbers_of_its_own_step(
     assert len(seen) == 6
 
 
-@pytest.mark.fault("F15")
-def test_a_change_after_the_save_began_is_not_written() -> None:
-    background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
-    dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    tensors = {
-        str(n): native.undivided(torch.full((3, 5), n, dtype=dtype))
-        for n, dtype in enumerate(dtypes, 1)
-    }
-
-    def write(named: native.TensorBoxes, team: Team) -> None:
-        assert go.wait(10)
-        wrote.extend(float(t.double().mean()) for _, _, t in named.values())
-
-    background.begin(tensors, write)
-    for entry in tensors.values():
-        entry.tensor.zero_()
-    go.set()
-    background.wait()
-    assert wrote == [1.0, 2.0, 3.0]
-    memory = background.memory
-    background.begin(tensors, write)
-    background.wait()
-    assert wrote[3:] == [0.0] * 3 and background.memory is memory  # used again
-    background.close()
-
-
 def test_one_save_is_in_flight_and_reported_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

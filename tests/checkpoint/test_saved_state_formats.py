@@ -31,7 +31,7 @@ def loaded(path, dtype, capsys, rule="adam"):
     return model, store, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rule", ["adam", "muon"])
+@pytest.mark.parametrize("rule", ["adam", pytest.param("muon", marks=pytest.mark.long)])
 def test_files_hold_the_formats_and_resume_is_exact(tmp_path, capsys, rule):
     sizes = {}
     for dtype in FORMATS:

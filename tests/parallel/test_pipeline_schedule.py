@@ -139,17 +139,6 @@ def test_a_long_step_lasts_as_its_repeating_rounds_do(kind, chunks, pp):
         )
 
 
-@pytest.mark.parametrize(("kind", "chunks"), CASES)
-@pytest.mark.parametrize(
-    ("pp", "backward", "message"), [(4, 2.0, 0.3), (4, 1.0, 0.05), (2, 2.6, 0.05)]
-)
-def test_rounds_that_repeat_late_are_off_by_a_percent_at_most(kind, chunks, pp, backward, message):
-    times = StageTimes((1.0,) * pp * chunks, (backward,) * pp * chunks, message)
-    assert makespan(kind, pp, 64, chunks, times) == pytest.approx(
-        simulate(kind, pp, 64, chunks, times).total, rel=0.01
-    )
-
-
 @pytest.mark.parametrize("pp", SIZES)
 def test_live_activations(pp):
     for m in (1, pp, 3 * pp):

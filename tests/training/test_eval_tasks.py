@@ -83,6 +83,7 @@ def test_a_resumed_run_scores_as_one_that_was_not_stopped(scored, tmp_path, file
     assert read_history(folder).scores == read_history(scored).scores
 
 
+@pytest.mark.long
 def test_the_page_draws_the_scores(scored):
     history = read_history(scored)
     assert list(history.scores)[::2] == [
