@@ -338,7 +338,7 @@ def test_files_that_vanish_meanwhile_do_not_end_an_upload(bucket: Bucket) -> Non
 def write_tokens(folder: Path, bucket: Bucket) -> None:
     with Writer(str(folder / "text_document"), np.uint16) as writer:
         for seed in range(20):
-            writer.add(np.random.default_rng(seed).integers(0, 64, 50_000))
+            writer.add(np.random.default_rng(seed).integers(0, 64, 100_000))
             writer.end_document()
     for ending in ("bin", "idx"):
         bucket.objects[f"data/text_document.{ending}"] = (
@@ -349,7 +349,7 @@ def write_tokens(folder: Path, bucket: Bucket) -> None:
 def test_token_files_are_read_block_by_block(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "BLOCK", 8192)
+    monkeypatch.setattr(copies, "BLOCK", 16384)
     write_tokens(tmp_path, bucket)
     given = [word for word in TINY_FLAGS if word != "--mock-data"]
     for place, prefix in (
