@@ -265,3 +265,17 @@ def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.M
     with captured_output() as (said, _):
         assert train(tmp_path, "--async-save") == 0
     assert any("training waits" in line for line in said) and steps.latest(tmp_path)[0] == 6
+
+
+def test_a_failure_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that is complete is not lost, although the tracker could not be written."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "tracker")
+
+    monkeypatch.setattr(publish, "write_tracker", fail)
+    assert train(tmp_path, "--no-async-save", "--save-error", "warn", "--train-iters", "2") == 0
+    assert "WARNING: Input/output error at tracker" in capsys.readouterr().out
+    assert sorted(steps.list_steps(tmp_path)) == [1, 2] and not read_rows(tmp_path, "save-failed")

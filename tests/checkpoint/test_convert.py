@@ -1,10 +1,15 @@
 """Conversion between all formats keeps every number and needs little memory."""
 
+import contextlib
 import filecmp
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +20,7 @@ from meshwright.__main__ import main
 from meshwright.base.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box, split_boxes
-from meshwright.checkpoint.convert import complete_source, select
+from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.pickle import writer
@@ -402,3 +407,80 @@ def test_a_selection_has_the_parts_and_the_vocabulary_of_its_source(tmp_path):
     assert chosen.parts("wte.weight") == [(tmp_path.name, Box((0, 0), (64, 4)))]
     cut = chosen.of_vocabulary(61)
     assert cut.vocab == 61 and cut.tensors == {"wte.weight": TensorInfo((61, 4), "float16")}
+
+
+def anonymous(status):
+    """Return the bytes of memory that is no file's, from a process's status file in /proc."""
+    return sum(int(kb) * 1024 for kb in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
+
+
+def most_memory(*words):
+    """Return the most anonymous memory of the command while it runs, and its seconds."""
+    began, most, argv = (
+        time.perf_counter(),
+        0,
+        [sys.executable, "-m", "meshwright", *map(str, words)],
+    )
+    process = subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            most = max(most, anonymous(Path(f"/proc/{process.pid}/status").read_text()))
+        time.sleep(0.005)
+    assert process.returncode == DONE
+    return most, time.perf_counter() - began
+
+
+def imported():
+    """Return the anonymous memory of a process that has only imported what the command does."""
+    code = (
+        "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt;"
+        "import meshwright.checkpoint.huggingface.reader;"
+        "import meshwright.compat.formats.megatron.writer; print(open('/proc/self/status').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return anonymous(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("optimizer", [False, True], ids=["weights", "optimizer"])
+def test_memory(optimizer, tmp_path, record_property):
+    """More than 5 GB in every direction, within twice the largest tensor and 200 MB."""
+    if shutil.disk_usage(tmp_path).free < 30e9:
+        pytest.skip("30 GB of disk are needed")
+    source = Made.of(24, 1152 if optimizer else 2048, 16, 50257, 1024, optimizer)
+    sizes = [torch.Size(known.shape).numel() * 4 for known in source.tensors.values()]
+    size, largest = sum(sizes), max(sizes)
+    assert size > 5e9
+    base, rows = imported(), []
+    allowed = base + 2 * largest + 200e6
+    before = first = tmp_path / "0"
+    (write_made if optimizer else huggingface_writer.write_huggingface)(source, first)
+    for number, to in enumerate(
+        ["torch", "native"] if optimizer else ["native", "torch", "huggingface"], start=1
+    ):
+        after = tmp_path / str(number)
+        most, took = most_memory(
+            "convert", before, after, "--to", to, *(FOUR_RANKS if to == "torch" else ())
+        )
+        rows.append(
+            f"to {to:12} {most / 1e6:6.0f} MB of {allowed / 1e6:.0f} allowed, {size / took / 1e6:5.0f} MB/s"
+        )
+        if before != first:
+            shutil.rmtree(before)
+        before = after
+    rows.insert(0, f"{size:,} bytes, largest tensor {largest:,}, imported {base / 1e6:.0f} MB")
+    record_property("table", "\n".join(rows))
+    same = sorted(p.relative_to(first) for p in first.rglob("*.safetensors"))
+    assert same and all(filecmp.cmp(first / p, before / p, shallow=False) for p in same)
+    shutil.rmtree(tmp_path)
+    assert all(int(row.split()[2]) * 1e6 <= allowed for row in rows[1:]), rows
+
+
+def write_made(source, root):
+    """Write as `native.save` would, one tensor at a time."""
+    from meshwright.checkpoint import publish
+
+    source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
+    root.mkdir()
+    publish.write_step(root, 7, native_files(select(source)))

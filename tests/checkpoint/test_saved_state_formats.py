@@ -1,6 +1,7 @@
 """A checkpoint holds the optimizer's state in its format; a run may go on in another one."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -74,3 +75,21 @@ def test_an_export_to_megatron_has_float32(tmp_path):
         assert torch.equal(
             part, moments.expanded(store.named_state()[f"h.0.attn.proj.weight/{key}"][2])
         )
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_run_may_go_on_in_another_format(tmp_path, capsys, dtype):
+    """Moments are rounded to the nearest, once; what another program wrote in float32 as well."""
+    path, _, store = made(tmp_path, dtype)
+    before = {n: x for n, (_, _, x) in store.named_state().items()}
+    for other in (name for name in FORMATS if name != dtype):
+        model, again, said = loaded(path, other, capsys)
+        assert "tensors converted from" in said
+        bound = {"float32": 0.0, "bfloat16": 2.0**-8, "float8": 2.0**-3}[other]
+        for name, (_, _, got) in again.named_state().items():
+            want, got = moments.expanded(before[name]), moments.expanded(got)
+            floor = 2.0**-28 if other == "float8" else 0.0
+            assert (
+                (got - want).abs() <= (bound if "/" in name else 0) * want.abs() + floor
+            ).all(), name
+        assert math.isfinite(take_step(model, again).item()) and again.steps == 3

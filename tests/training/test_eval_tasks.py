@@ -195,3 +195,9 @@ def test_bad_flags(flags, message, capsys):
 def test_without_eval_tasks_their_flags_are_noted(tmp_path, capsys):
     main(["train", *FLAGS, "--device=cpu", "--mock-data", "--vocab-size=64", "--dry-run"])
     assert "--eval-tasks-interval has no effect without --eval-tasks" in capsys.readouterr().err
+
+
+def test_losses_are_those_of_a_run_without(scored, tmp_path):
+    """Also of one that was stopped and resumed between two scores."""
+    without = train_on_texts(tmp_path, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], FLAGS[:-1])
+    assert printed_losses(without) == printed_losses(scored)

@@ -215,34 +215,6 @@ def on_gpu(folder, *flags):
 @gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--fp16", "--initial-loss-scale", 2**32, "--hysteresis", 1],
-        ["--bf16", "--optimizer", "muon", *LEVERS],
-        ["--micro-batch-size", 2, "--global-batch-size", 6, *MASKS],
-    ],
-    ids=lambda flags: " ".join(map(str, flags)),
-)
-def test_on_and_off_are_equal_on_a_gpu(tmp_path, capsys, flags):
-    size = (
-        []
-        if "--micro-batch-size" in flags
-        else "--micro-batch-size 1 --global-batch-size 1".split()
-    )
-    plain = on_gpu(tmp_path / "off", *size, *flags, "--cuda-graphs", "off")
-    capsys.readouterr()
-    graphed = on_gpu(tmp_path / "on", *size, *flags, "--cuda-graphs", "on")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
-    assert len(lines) == 1 and "on, from step 3" in lines[0], lines
-    assert plain == graphed
-    if "--fp16" in flags:
-        assert any(skipped for *_, skipped in graphed) and not graphed[-1][2]
-
-
-@gpu
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(500)
 def test_a_failed_capture_on_a_gpu(tmp_path, monkeypatch, capsys):
     """The steps run as usual, dropout included."""
     flags = "--bf16 --micro-batch-size 1 --global-batch-size 1".split()

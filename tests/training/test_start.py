@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from helpers import TINY_FLAGS, TinyRun
 from meshwright import api
 from meshwright.checkpoint.huggingface import reader
+from on_ranks import train_on_ranks
 
 OPENED = "opened"  # a file with the word "again" for each opening, of each rank
 
@@ -50,3 +52,11 @@ def test_another_programs_checkpoint_is_opened_once(exported, tmp_path, capsys, 
     assert openings(tmp_path) == [2]
     assert api.train([*TINY_FLAGS, *flags], quiet=True).status == 0
     assert openings(tmp_path) == [3]
+
+
+@pytest.mark.long
+def test_each_rank_opens_another_programs_checkpoint_once(exported, tmp_path):
+    flags = [*TINY_FLAGS, f"--load={exported}", "--train-iters=2", "--eval-iters=0"]
+    prepare = functools.partial(note_openings, tmp_path)
+    assert train_on_ranks(2, flags, tmp_path, prepare) == [0, 0]
+    assert openings(tmp_path) == [1, 1]
