@@ -19,7 +19,7 @@ def bucket() -> Iterator[Bucket]:
         yield served
 
 
-@pytest.mark.parametrize("cases", [8, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [4, pytest.param(50, marks=pytest.mark.long)])
 def test_no_damage_is_silent(bucket: Bucket, cases: int) -> None:
     worlds = [fuzz.run_case(bucket, 1, number) for number in range(cases)]
     for how in ("ended well", "refused", "killed"):
