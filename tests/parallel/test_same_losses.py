@@ -93,8 +93,7 @@ DIVIDED = {
     "gathered weights": f"{DP2} --zero-stage 3 --optimizer muon --optimizer-state-dtype float8",
     "copies of shards": "--world-size 4 --zero-stage 2 --num-distributed-optimizer-instances 2 "
     "--cpu-optimizer --optimizer lion --lr 3e-3",
-    "ids of padding alone": "--world-size 4 --tensor-model-parallel-size 4 --sequence-parallel "
-    "--make-vocab-size-divisible-by 32 --untie-embeddings-and-output-weights --micro-batch-size 2",
+    "ids of padding alone": f"{SP2} --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights",
     "tensor and pipeline": "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--window-size 3,0 --window-attn-skip-freq 2 --reset-attention-mask --reset-position-ids",
     "tensor and data": "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 "
@@ -178,7 +177,7 @@ def test_a_further_term_of_the_loss():
 # fp16
 
 # Sums of float16 gradients differ with the layout, and so may the scale at which one overflows:
-# 1.15e6 overflows in all of these, 5.75e5 in none; 1.15e6 is tried again only in the broken step.
+# 1.15e6 overflows in both runs, 5.75e5 in none; 1.15e6 is tried again only in the broken step.
 FP16 = (
     "--params-dtype float32 --fp16 --initial-loss-scale 18.4e6 --hysteresis 1 --loss-scale-window 2 --lr 1e-3 "
     "--micro-batch-size 2 --global-batch-size 8"
@@ -208,21 +207,19 @@ def infinite(name, trainer, step):
 @pytest.mark.timeout(300)
 @pytest.mark.fault("F20")
 def test_an_overflow_on_one_rank_is_skipped_by_all():
-    lines = [f"{line} {FP16}" for line in (SP2, PP2)]
-    for line, ranks, want in compared([parse(line) for line in lines], 8, infinite):
-        assert repr(ranks[1]) == repr(ranks[0]), line  # NaN too
-        steps = ranks[0]
-        for name in ("loss_scale", "skipped"):
-            assert column(name, steps) == column(name, want), (line, steps, want)
-        assert column("loss", steps) == pytest.approx(column("loss", want), rel=1e-3), line
-        was_taken = [not skipped for skipped in column("skipped", want)]
-        norms, norms_of_one = (
-            list(itertools.compress(column("grad_norm", rows), was_taken)) for rows in (steps, want)
-        )
-        assert norms == pytest.approx(norms_of_one, rel=1e-2, abs=0), line
-        assert column("skipped", want[:-1]) == [1] * 4 + [0, 0, 1, 0], want
-        scales = column("loss_scale", want[:-1])
-        assert [scale / scales[4] for scale in scales] == [16, 8, 4, 2, 1, 1, 2, 1], want
+    ((_, ranks, want),) = compared([parse(f"{PP2} {FP16}")], 8, infinite)
+    assert repr(ranks[1]) == repr(ranks[0])  # NaN too
+    for name in ("loss_scale", "skipped"):
+        assert column(name, ranks[0]) == column(name, want), (ranks[0], want)
+    assert column("loss", ranks[0]) == pytest.approx(column("loss", want), rel=1e-3)
+    was_taken = [not skipped for skipped in column("skipped", want)]
+    norms, norms_of_one = (
+        list(itertools.compress(column("grad_norm", rows), was_taken)) for rows in (ranks[0], want)
+    )
+    assert norms == pytest.approx(norms_of_one, rel=1e-2, abs=0)
+    assert column("skipped", want[:-1]) == [1] * 4 + [0, 0, 1, 0], want
+    scales = column("loss_scale", want[:-1])
+    assert [scale / scales[4] for scale in scales] == [16, 8, 4, 2, 1, 1, 2, 1], want
 
 
 def test_one_process_has_no_groups_and_plain_modules():

@@ -33,7 +33,6 @@ PARTS = ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
 LAYER = {f"h.1.{part}.{name}" for part in PARTS for name in ("weight", "bias")}
 UNUSED = {
     "none": lambda step, k, micro: set(),
-    "on odd steps": lambda step, k, micro: SOME if step % 2 else set(),
     "in the last": lambda step, k, micro: SOME | LAYER if k == micro - 1 else set(),
     "in turn": lambda step, k, micro: {
         n for i, n in enumerate(sorted(SOME)) if i % 3 == (k + step) % 3
@@ -226,9 +225,8 @@ def gaps(store):
 @pytest.mark.parametrize(
     ("sizes", "micro", "unused", "rule", "m", "state"),
     [
-        (COPIES, 3, "in turn", "levers", GATED, "float32"),
-        (SHARDS, 3, "in the last", "sgd", TINY, "float32"),
-        (SHARDS, 2, "on odd steps", "muon", TINY, "float8"),
+        (COPIES, 2, "in turn", "levers", GATED, "float32"),
+        (SHARDS, 2, "in the last", "muon", TINY, "float8"),
     ],
 )
 def test_every_number_equals_one_process(sizes, micro, unused, rule, m, state):
