@@ -85,17 +85,6 @@ def test_problems(argv: list[str], problem_text: str) -> None:
     assert str(problem) == problem_text and len(problem.about) == 1
 
 
-def test_one_value_by_two_names_is_no_mistake() -> None:
-    assert not read_argv(["--lr", "2", "--learning-rate", "1", "--lr", "1"], syntax()).problems
-
-
-def test_every_mistake_is_found() -> None:
-    typed = read_argv(["--lr", "--num-lay", "3", "--pair", "x", "-q", "--fp16=0"], syntax())
-    assert (
-        typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.problems) == 3
-    )
-
-
 def test_words_without_a_flag() -> None:
     both = syntax(ONE, TWO)
     for argv in (["a", "b", "--lr", "1"], ["a", "--lr", "1", "b"], ["--lr", "1", "a", "b"]):
@@ -107,14 +96,6 @@ def test_words_without_a_flag() -> None:
         "c",
     ]
     assert read_argv(["--fp16"], both).missing(both) == {"first": "FIRST"}
-
-
-def test_two_dashes_end_the_flags() -> None:
-    assert read_argv(["--fp16", "--", "--lr"], syntax(ONE)).values == {
-        "fp16": True,
-        "first": "--lr",
-    }
-    assert read_argv(["--fp16", "--", "--lr", "1"], syntax()).unknown == ["--"]
 
 
 def test_a_command_line_within_another() -> None:

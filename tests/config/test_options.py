@@ -225,22 +225,6 @@ def test_every_option_meets_others():
     assert {config_of(words).activation for words in TABLE} == set(activations)
 
 
-def test_the_reference_differentiates_itself():
-    """Its imaginary step agrees with central differences."""
-    m = config_of("rope half qknorm liglu mqa")
-    tokens, labels, mask = batch()
-    w = weights(build(m))
-    d = np.random.default_rng(2).normal(size=w["h.0.attn.qkv.weight"].shape)
-    ends = [
-        reference_gpt.loss(
-            {**w, "h.0.attn.qkv.weight": w["h.0.attn.qkv.weight"] + h * d}, m, tokens, labels, mask
-        )
-        for h in (1e-5, -1e-5)
-    ]
-    got = reference_gpt.slope(w, "h.0.attn.qkv.weight", d, m, tokens, labels, mask)
-    assert got == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-7)
-
-
 def test_slopes_of_alibi():
     """The example of Press et al. for 8 heads, and their rule for 12."""
     eight = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
@@ -361,22 +345,6 @@ def test_recomputation_changes_no_bit(words, impl, monkeypatch):
         first = first or got
         assert all(torch.equal(got[n], first[n]) for n in first), options
     assert all(x.any() for x in first.values())
-
-
-@every
-def test_a_sample_is_independent_of_its_micro_batch(words):
-    """Samples 3 and 4, with dropout and documents, have equal losses together and alone."""
-    m = config_of(words)
-    model, (tokens, labels, _) = build(m).train(), map(torch.from_numpy, batch())
-
-    def losses(rows: slice) -> torch.Tensor:
-        places = {k: v[rows] for k, v in PLACES["both"].items()}
-        samples = torch.arange(3, 3 + B)[rows]
-        where = where_of(places, samples=samples, seed=SEED, first_sample=int(samples[0]))
-        return token_losses(model(tokens[rows], where), labels[rows], VOCAB)
-
-    alone = torch.cat([losses(slice(i, i + 1)) for i in range(B)])
-    torch.testing.assert_close(losses(slice(0, B)), alone, rtol=1e-12, atol=1e-12)
 
 
 @every

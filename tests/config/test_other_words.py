@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from meshwright.apps.evaluate.command import EvaluateConfig
 from meshwright.base import hints
 from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
-from meshwright.cli.train_tokenizer import TrainTokenizerConfig
 from meshwright.config import flags
 from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
@@ -82,27 +80,6 @@ def test_a_word_without_a_flag_is_answered(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "run.txt"]) == 2 and "--input is needed" in capsys.readouterr().err
 
 
-def test_kubernetes_has_a_short_name():
-    assert parse("--write", "k8s", "train", cls=LaunchConfig).config.write == "kubernetes"
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("train windows", "  --window-size TEXT"),
-        (
-            "train windws",
-            "no group or flag of `meshwright train` is named 'windws'; did you mean --window-size?",
-        ),
-    ],
-)
-def test_help_of_a_word_says_what_works(words, line, capsys):
-    with contextlib.suppress(SystemExit):
-        main(["help", *words.split()])
-    printed = "".join(capsys.readouterr())
-    assert line in printed and "--help windo" not in printed
-
-
 def test_errors_name_the_typed_spelling(capsys):
     rest = [flag for flag in TINY_FLAGS if not flag.startswith("--lr")]
     words = [
@@ -124,30 +101,6 @@ def test_errors_name_the_typed_spelling(capsys):
         "--n_embd;",
     ):
         assert line in said
-
-
-def test_a_missing_value_hides_no_other_mistake():
-    said = refusal(
-        "--compile",
-        "--learning_rat",
-        "3",
-        "--n_embd=3",
-        "--window-size",
-        "-1,0",
-        "--lr",
-        check=True,
-    )
-    for line in (
-        "argument --compile: expected one argument\n",
-        "unknown flag --learning_rat; ",
-        "--n_embd; here it is --hidden-size",
-        "argument --window-size: expected one argument; a value that begins with - is written --window-size=-1,0",
-        "--num-layers, --num-attention-heads, --seq-length, --micro-batch-size, --train-iters and --data-path are ",
-    ):
-        assert line in said
-    assert said.count("--lr") == 1
-    said = refusal("--output", "a", "--vocab-size", cls=TrainTokenizerConfig)
-    assert said == "argument --vocab-size: expected one argument"
 
 
 @pytest.mark.parametrize("typed", ["--epochs 3", "--lr fast", "--lora"])
@@ -273,8 +226,3 @@ def test_a_choice_of_on_and_off_takes_true_and_false():
         parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr
         == 1e-3
     )
-
-
-def test_the_longest_warm_up_that_fits_is_named():
-    said = refusal(*TINY_FLAGS, "--train-iters=5", "--lr-warmup-iters=10", check=True)
-    assert said.endswith("the decay's 5 iterations; shorten it to 4 or less")

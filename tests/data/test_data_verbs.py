@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
-
 import pytest
 
 from meshwright.__main__ import main
@@ -11,7 +9,7 @@ from meshwright.base import registry
 from meshwright.base.errors import USAGE
 from meshwright.cli import data
 from meshwright.config import completion
-from meshwright.config.pages import PAGES, known_pages
+from meshwright.config.pages import known_pages
 
 OF_THE_CORE = ["verify", "inspect", "index", "merge"]
 
@@ -22,16 +20,6 @@ def without_apps(monkeypatch: pytest.MonkeyPatch) -> None:
     is_there = registry.is_there
     monkeypatch.setattr(
         registry, "is_there", lambda place: ".apps." not in place and is_there(place)
-    )
-
-
-def test_every_verb_has_a_page_of_help() -> None:
-    assert {f"data {name}" for name in data.verbs()} == {
-        name for name in PAGES if name.startswith("data ")
-    }
-    assert all(
-        verb.config is pkgutil.resolve_name(PAGES[f"data {name}"].config)
-        for name, verb in data.verbs().items()
     )
 
 
@@ -71,9 +59,3 @@ def test_commands_of_apps_are_neither_explained_nor_completed(
     assert "data merge" in offered and offered.isdisjoint({"verify-layout", "sweep", "data plan"})
     assert completion.launched() == ["train", "generate", "chat"]
     assert "--train-iters" in completion.completion_script("bash")
-
-
-def test_an_installation_lists_verbs_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, entries = list(data.verbs()), registry.entries("data_commands")
-    monkeypatch.setattr(registry, "entries", lambda group: dict(sorted(entries.items())))
-    assert list(data.verbs()) == before == list(data.IN_ORDER)

@@ -12,7 +12,7 @@ import torch
 from helpers import error_of
 from meshwright.base.errors import USAGE
 from meshwright.config.schema import TrainConfig, Training
-from meshwright.data.loader import Batch, Cyclic, Loader, LoaderSpec
+from meshwright.data.loader import Cyclic, Loader, LoaderSpec
 
 
 class Counting:
@@ -159,18 +159,6 @@ def test_cyclic_epochs_do_not_depend_on_the_layout(micro, ranks):
     assert len(alone) == sys.maxsize
 
 
-def test_cyclic_keeps_few_orders(monkeypatch):
-    drawn, real = [], torch.randperm
-    monkeypatch.setattr(
-        torch, "randperm", lambda n, generator: drawn.append(n) or real(n, generator=generator)
-    )
-    data = Cyclic(Counting(10))
-    for k in [*range(100), *range(89, 92)]:
-        data[k]
-    assert len(drawn) == 10  # one for each epoch; going back by one draws nothing
-    assert data._order.cache_info().maxsize == 2
-
-
 @pytest.mark.flag("num_workers")
 def test_reading_ahead_is_bounded_and_in_a_thread_that_ends():
     data = Counting()
@@ -233,16 +221,6 @@ def test_ids_of_any_integer_type_are_read(ids):
     data = type("Own", (Counting,), {"__getitem__": lambda self, k: ids})()
     [batch] = next(iter(loader(data, length=5)))
     assert batch.labels.dtype == torch.int64 and batch.labels.tolist() == [[1, 2, 3, 4]] * 2
-
-
-def test_to_moves_what_is_there():
-    [batch] = next(iter(loader(Counting())))
-    moved = Batch(batch.tokens, batch.labels, batch.sample_ids, doc_ids=batch.tokens).to("meta")
-    assert {
-        t.device.type for t in (moved.tokens, moved.labels, moved.sample_ids, moved.doc_ids)
-    } == {"meta"}
-    assert moved.loss_mask is None and moved.position_ids is None
-    assert batch.to("cpu") is batch
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

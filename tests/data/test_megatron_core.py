@@ -43,23 +43,6 @@ def test_frozen_answers(path, tmp_path):
         assert cases.digest(cases.our_blend(case)) == wanted, case
 
 
-def test_the_cases_cover_what_matters():
-    seen = set()
-    for case in cases.index_cases(range(48)):
-        first, stop = case["documents"]
-        tokens = sum(case["sizes"][first:stop])
-        epochs, apart = samples.epochs_needed(tokens, case["samples"], case["length"], 0.8)
-        seen.add((min(epochs, 3), apart, 0 in case["sizes"], tokens <= case["length"]))
-    assert {(e, a) for e, a, *_ in seen} == {
-        (1, False),
-        (2, False),
-        (2, True),
-        (3, False),
-        (3, True),
-    }
-    assert {empty for *_, empty, _ in seen} == {short for *_, short in seen} == {False, True}
-
-
 @beside
 def test_orders_beside_megatron_core(path, tmp_path):
     for n, case in enumerate(cases.index_cases(range(100, 140))):
@@ -71,23 +54,6 @@ def test_orders_beside_megatron_core(path, tmp_path):
     for case in cases.blend_cases(range(100, 200)):
         for a, b in zip(cases.our_blend(case), cases.megatron_blend(case), strict=True):
             assert a.dtype == b.dtype and np.array_equal(a, b), case
-
-
-@beside
-def test_more_tokens_than_31_bits_count(path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets import helpers
-    sizes = np.array([2**31 - 1, 3, 2**30, 2**31 - 1, 0, 2**31 - 1], np.int32)
-    tokens = int(sizes.sum(dtype=np.int64))
-    for length in (2**20, 10**6 + 3, 2**30):
-        doc_idx, rows, _ = samples.build_indices(
-            sizes, range(6), tokens, 2 * tokens // length, length, 1, 0.8
-        )
-        theirs = helpers.build_sample_idx(
-            sizes, np.asarray(doc_idx), length, len(doc_idx) // 6, tokens
-        )
-        assert rows.dtype == theirs.dtype and np.array_equal(rows, theirs)
 
 
 @beside

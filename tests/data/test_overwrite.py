@@ -38,17 +38,8 @@ def call(capsys, *words):
 
 
 def preprocess(capsys, name, *more):
-    return call(
-        capsys,
-        "preprocess",
-        "--input",
-        name,
-        "--output-prefix",
-        "out",
-        "--tokenizer",
-        "byte",
-        *more,
-    )
+    words = f"preprocess --input {name} --output-prefix out --tokenizer byte".split()
+    return call(capsys, *words, *more)
 
 
 def files(folder="."):
@@ -106,16 +97,8 @@ def test_the_next_command_reads_the_same_text(here, capsys):
     Path("my text/a.css").write_text("a\n---\nb\n---\n")
     Path("my text/b.css").write_text("no")
     flags = ["--include", "*.css", "--exclude", "b.*", "--document-separator=---"]
-    train = [
-        "train-tokenizer",
-        "--input",
-        "my text",
-        *flags,
-        "--vocab-size",
-        "257",
-        "--output",
-        "vocabulary",
-    ]
+    train = ["train-tokenizer", "--input", "my text", *flags]
+    train += ["--vocab-size", "257", "--output", "vocabulary"]
     status, _, err = call(capsys, *train)
     assert status == 0
     following = shlex.split(err.splitlines()[-1].removeprefix("next: meshwright "))

@@ -1,9 +1,7 @@
 """`generate --prompts`: texts for many prompts, options of each, JSON lines, beam search."""
 
-import io
 import json
 import random
-import sys
 
 import pytest
 from three_sentences import BEAR, CAT, DOG, LENGTH
@@ -12,10 +10,8 @@ import meshwright
 from meshwright.base.errors import BAD_DATA
 from meshwright.base.fields import Refusal
 from meshwright.config.schema import Sampling
-from meshwright.data import tokenizers
 from meshwright.generation import batches, prompts
 from meshwright.generation.prompts import Prompt
-from meshwright.generation.requests import Event, Request
 
 
 @pytest.fixture
@@ -115,10 +111,7 @@ def test_a_seed_of_its_own_makes_a_prompt_independent(rows):
     flags = ["--temperature=9", "--out-seq-length=9", "--num-return-sequences=2"]
     many = [row["text"] for row in rows(["a"] * 5, *flags)]
     assert len(set(many)) == 10
-    for size in (1, 3, 64):
-        assert [
-            row["text"] for row in rows(["a"] * 5, *flags, f"--micro-batch-size={size}")
-        ] == many
+    assert [row["text"] for row in rows(["a"] * 5, *flags, "--micro-batch-size=3")] == many
     assert [row["text"] for row in rows(["a"] * 5, *flags, "--seed=2")] != many
 
 
@@ -217,14 +210,6 @@ def test_output_appears_complete(generate, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "b.jsonl"}
 
 
-def test_a_bar_on_a_terminal(generate, monkeypatch):
-    shown = io.StringIO()
-    shown.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", shown)
-    generate("--prompts=-", "--greedy", typed="the c\na d\n")
-    assert "texts" in shown.getvalue() and "/2" in shown.getvalue()
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -275,13 +260,3 @@ def test_all_bad_lines_are_listed(generate, tmp_path):
     )
     assert err.count("prompt ") == 20 and "and 10 more" in err and not (tmp_path / "o").exists()
     assert "no such file" in generate("--prompts", tmp_path / "none", status=BAD_DATA)[1]
-
-
-def test_bare_ids_are_separated(run):
-    m = meshwright.load(run, device="cpu")
-    null = tokenizers.Null(257)
-    text = batches.Completion(null, Request([1, 2]))
-    for token in (3, 4):
-        text.add(Event(0, token))
-    job = batches.PromptTexts(0, Prompt("1 2", Sampling()), [1, 2], [text])
-    assert batches.as_text(type(m)(m.model, null, 1, 9), job) == "1 2 3 4\n"

@@ -11,7 +11,7 @@ from meshwright.data import tokenizers
 from meshwright.generation.beam import BeamOptions, search_beams
 from meshwright.generation.decoder import complete
 from meshwright.generation.language_model import LanguageModel
-from meshwright.generation.requests import Request, text_until_stop
+from meshwright.generation.requests import Request
 from meshwright.generation.text import TokenText
 from meshwright.model.gpt import GPT
 
@@ -50,10 +50,6 @@ def test_no_character_is_broken(replaces):
     assert "".join(pieces_of(FixedTokens(broken, replaces), range(4))) == "a�b�"
 
 
-def test_pieces_come_as_soon_as_they_are_complete():
-    assert pieces_of(tokenizers.Bytes(), "Bär".encode()) == ["B", "", "ä", "r", ""]
-
-
 def cut(text, *stop):
     """Return each piece of a text of bytes, its end, and whether a stop string ended it."""
     s = TokenText(tokenizers.Bytes(), stop)
@@ -71,16 +67,6 @@ def test_nothing_of_a_stop_string_is_shown():
     assert cut("ab", "abc") == (["", ""], "ab", False)
     assert cut("Bä.", "ä")[0] == ["B", "", "", ""]
     assert cut("x", "")[0] == ["x"]  # an empty string ends nothing
-
-
-def test_a_stop_string_within_one_token():
-    many = FixedTokens([b"one st", b"op two", b"three"], False)
-    assert text_until_stop(many, Request([], stop=("stop",)), range(3)) == ("one ", True)
-    assert text_until_stop(many, Request([], stop=("two", "op")), range(3)) == ("one st", True)
-    assert text_until_stop(many, Request([], stop=("four",)), range(3)) == (
-        "one stop twothree",
-        False,
-    )
 
 
 @pytest.fixture
