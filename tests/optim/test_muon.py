@@ -151,26 +151,6 @@ def test_rates_may_be_tensors():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_skipped_step_changes_nothing(bad):
-    params = parameters()
-    optimizer = Muon(params)
-    set_rates(optimizer)
-    set_gradients(params, 0)
-    optimizer.step()
-    kept = [(p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()) for p in params]
-    set_gradients(params, 1)
-    params[0].grad[0, 0] = bad
-    optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
-    for p, (weight, moment) in zip(params, kept, strict=True):
-        assert torch.equal(p, weight) and torch.equal(optimizer.state[p]["momentum_buffer"], moment)
-    set_gradients(params, 1)
-    optimizer.found_inf = torch.tensor(0.0)
-    optimizer.step()
-    assert all(not torch.equal(p, weight) for p, (weight, _) in zip(params, kept, strict=True))
-
-
 def test_no_gradient_but_zeros():
     """Weights only decay where the momentum is 0, without a division by the norm."""
     params = parameters()

@@ -76,15 +76,6 @@ def test_dynamic_scale(window, hysteresis, least):
             ours.load(state)
 
 
-def test_the_first_overflow_keeps_the_scale():
-    s = LossScale(Precision(fp16=True))
-    scales = []
-    for _ in range(3):
-        s.update(True)
-        scales.append(s.scale)
-    assert scales == [2.0**32, 2.0**31, 2.0**30]
-
-
 def test_a_scale_of_another_kind_is_not_taken_over():
     """The scale of another format, or a constant one, is ignored."""
     dynamic, constant = Precision(fp16=True), Precision(fp16=True, loss_scale=128.0)
@@ -97,18 +88,6 @@ def test_a_scale_of_another_kind_is_not_taken_over():
     assert s.scale == 128.0
 
 
-def test_constant_scale_and_other_formats_never_move():
-    for p, want in (
-        (Precision(fp16=True, loss_scale=128.0), 128.0),
-        (Precision(bf16=True), 1.0),
-        (Precision(), 1.0),
-    ):
-        s = LossScale(p)
-        for overflow in (True, False, True):
-            s.update(overflow)
-        assert s.scale == want
-
-
 class One(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,7 +96,7 @@ class One(nn.Module):
 
 @pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "muon"])
 def test_forced_overflows(rule):
-    """Take 1,200 fp16 steps with a store, whose gradients overflow at random and at a high scale.
+    """Take 400 fp16 steps with a store, whose gradients overflow at random and at a high scale.
 
     At each step the scale, the hysteresis and the growth counter follow the rule. A step is applied
     if nothing overflowed; otherwise nothing changes.
@@ -136,8 +115,8 @@ def test_forced_overflows(rule):
     names = one_of_each_kind(store)
     assert len(names) == len(kinds(store)) == 2
     want, rng = ByHand(2.0**32, 1.0, 5, 2), random.Random(1)
-    forced = [rng.random() < 0.08 for _ in range(1200)]
-    forced[400:430] = [True] * 30  # down to the least scale
+    forced = [rng.random() < 0.08 for _ in range(400)]
+    forced[200:230] = [True] * 30  # down to the least scale
     applied = overflows = too_high = least = 0
     for step, inject in enumerate(forced):
         x = torch.tensor([[0.25 + step % 7, -0.5, 1.0]], dtype=torch.float16)
@@ -167,8 +146,8 @@ def test_forced_overflows(rule):
         overflows += overflow
         too_high += overflow and not inject
         least += scale == 1.0
-    assert applied + overflows == 1200 and applied > 750 and overflows > 100
-    assert too_high > 10 and least > 0 and forced[0] is False and ours.scale > 1.0
+    assert applied + overflows == 400 and applied > 200 and overflows > 50
+    assert too_high > 5 and least > 0 and forced[0] is False and ours.scale > 1.0
 
 
 # Runs
@@ -262,7 +241,7 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
     assert f" | lm loss: {value} | loss scale: " in lines[2]
 
 
-@pytest.mark.parametrize("flags", FORMATS[:3], ids=lambda f: "".join(f) or "fp32")
+@pytest.mark.parametrize("flags", FORMATS[1:2], ids=lambda f: "".join(f) or "fp32")
 @pytest.mark.fault("F20")
 def test_stop(run, breaking, tmp_path, flags):
     """By default: exit 70 with a reason, no checkpoint; the run resumes from the previous one."""
@@ -316,17 +295,8 @@ def test_on_nonfinite(run, breaking, tmp_path):
 
 def test_an_overflow_is_not_a_non_finite_step(run):
     """fp16 from 2^32 skips steps even under `stop`; samples count, the schedule does not move."""
-    got = run(
-        "--fp16",
-        "--train-iters",
-        "24",
-        "--eval-iters",
-        "0",
-        "--lr-decay-style",
-        "constant",
-        "--lr-warmup-iters",
-        "8",
-    )
+    flags = "--fp16 --train-iters 24 --eval-iters 0 --lr-decay-style constant --lr-warmup-iters 8"
+    got = run(*flags.split())
     skipped, scales = got.column("skipped"), got.column("loss_scale")
     first = skipped.index(False)
     assert got.status == 0 and 5 < first < 23 and skipped == [True] * first + [False] * (24 - first)
@@ -352,13 +322,3 @@ def test_a_constant_scale_that_never_fits(run):
         and got.column("loss_scale") == [2.0**40] * 20
         and "the gradient norm is" in got.err
     )
-
-
-def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):
-    """The scale doubles after three applied steps, not after two and a NaN."""
-    breaking({2})
-    flags = "--fp16 --initial-loss-scale 256 --loss-scale-window 3 --on-nonfinite skip:1".split()
-    got = run(*BASE, *flags, "--train-iters", "3", *saving(tmp_path))
-    assert got.status == 0 and got.column("skipped") == [False, True, False]
-    state = open_step(tmp_path, 3).state["loss_scale"]
-    assert state["scale"] <= 256 and state["growth_tracker"] < 3
