@@ -252,14 +252,6 @@ def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch
         )
 
 
-@pytest.mark.parametrize("ranges", [[], RANGES[1:2], RANGES])
-def test_squares_count_the_tables_blocks(ranges):
-    x = draw(SIZE) * torch.arange(SIZE, device=DEVICE)
-    table = adamw.make_table(ranges, DEVICE)
-    want = sum(float(x[a:b].double().square().sum()) for a, b, *_ in ranges)
-    assert adamw.sum_squares(x, table).item() == pytest.approx(want, rel=1e-7)
-
-
 def test_many_tiles_of_one_program(monkeypatch):
     """A program sums every n-th tile when there are more tiles than programs."""
     from meshwright.kernels.triton import adamw as adamw_triton
