@@ -98,30 +98,6 @@ def test_taken(parse, file, name, want):
     assert got.sources[name] == ("ds.json" if want != default else "default")
 
 
-def test_config_of_seed_003(parse):
-    got = parse(
-        CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"),
-        "--world-size 2 --zero-stage 1 --fp16",
-    )
-    p = got.config.precision
-    assert (p.fp16, p.loss_scale, p.initial_loss_scale, p.loss_scale_window, p.hysteresis) == (
-        True,
-        None,
-        4096,
-        500,
-        2,
-    )
-    assert (got.config.parallel.zero_stage, got.config.global_batch, got.config.micro_batch) == (
-        1,
-        8,
-        2,
-    )
-    assert got.notices == [
-        "ds.json sets --micro-batch-size 2, --global-batch-size 8, --loss-scale-window 500, --initial-loss-scale 4096, "
-        "--steps-per-print 2000"
-    ]
-
-
 def test_fp16_from_the_file_alone_is_reported(parse):
     """Seed 003's script omits --fp16 for USE_FP16=false; DeepSpeed would train in fp16 silently."""
     got = parse(

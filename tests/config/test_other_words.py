@@ -17,7 +17,6 @@ from meshwright.apps.evaluate.command import EvaluateConfig
 from meshwright.base import hints
 from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
-from meshwright.config import flags
 from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
 from meshwright.config.problem import FLAGS, SettingsError
@@ -186,35 +185,6 @@ def test_a_length_in_epochs_is_refused_in_its_words() -> None:
         assert refused(typed) == f"{name} {words} {name}"
     for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
         assert "epochs" not in refused(typed)
-
-
-@pytest.mark.parametrize("of", ["command line", "file", "Python"])
-def test_a_setting_under_another_name_counts_as_given(of, tmp_path):
-    """Only its name is reported, not also that it is missing."""
-    words = {
-        "epochs": 2,
-        "n_layer": 2,
-        "n_embd": 64,
-        "n_head": 2,
-        "block_size": 16,
-        "batch_size": 8,
-    }
-    others = ["--lr", "1e-3", "--mock-data", "--vocab-size", "64"]
-    if of == "command line":
-        said = refusal(*others, *(f"--{name}={value}" for name, value in words.items()), check=True)
-    elif of == "file":
-        (tmp_path / "c.toml").write_text(
-            "".join(f"{name} = {value}\n" for name, value in words.items())
-        )
-        said = refusal(*others, "--config", str(tmp_path / "c.toml"), check=True)
-    else:
-        with pytest.raises(UserError) as caught:
-            flags.parse_settings(TrainConfig, others, "x", values=words)
-        said = str(caught.value)
-    assert (
-        said.count("here it is") == len(words) == len(said.splitlines()) - 1
-        and "needed" not in said
-    )
 
 
 def test_a_choice_of_on_and_off_takes_true_and_false():

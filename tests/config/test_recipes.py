@@ -13,7 +13,6 @@ from corpora import write_pair
 from parsing import parse, refusal
 
 from meshwright.__main__ import main
-from meshwright.base.errors import USAGE
 from meshwright.checkpoint import exports
 from meshwright.checkpoint.huggingface.writer import export_notices
 from meshwright.config import checks, flags, recipes
@@ -295,28 +294,6 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
     )
     with_recipe = parse("--depth", "2", "--train-tokens", "auto", *MOCK).config
     assert with_recipe == parse("--depth", "2", *MOCK).config
-
-
-BATCH = "--global-batch-size 64 (chosen by --recipe modern; --global-batch-size overrides it) is not a multiple of"
-
-
-def test_an_error_of_a_start_says_so_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found only when the number of ranks is known."""
-    found = {
-        "RANK": "0",
-        "WORLD_SIZE": "3",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29511",
-    }
-    for name, value in found.items():
-        monkeypatch.setenv(name, value)
-    assert main(["train", "--depth=4", *MOCK]) == USAGE
-    assert BATCH in capsys.readouterr().err
-    assert main(["plan", "--depth=4", "--gpus=3", "--gpu=h100", "--zero-stage=1"]) == USAGE
-    assert BATCH in capsys.readouterr().err
 
 
 def test_every_choice_has_a_reason_that_is_printed() -> None:

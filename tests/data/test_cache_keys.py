@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import sqlite3
-import zipfile
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -23,8 +22,6 @@ import pytest
 from corpora import BYTES, write_pair
 
 from helpers import captured_output, write_counting
-from meshwright.__main__ import main
-from meshwright.base.errors import LOCKED
 from meshwright.cli.train_tokenizer import TrainTokenizerConfig, recorded_settings
 from meshwright.config.schema import Data, TokenizerFlags, TrainConfig, Training
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
@@ -459,16 +456,3 @@ def test_a_vocabulary_is_made_from_each_setting() -> None:
         change = {"vocab_size": 301, **idle}.get(field.name, PREPROCESS.get(field.name))
         now = recorded_settings(TrainTokenizerConfig(**needed | {field.name: change}))
         assert (now == before) == (field.name in idle), field.name
-
-
-def test_other_files_of_an_archive_are_another_vocabulary(
-    texts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with zipfile.ZipFile("texts.zip", "w") as archive:
-        for name in ("a.txt", "b.md"):
-            archive.writestr(name, f"the text of {name} " * 9)
-    train = "train-tokenizer --input texts.zip --output v --vocab-size 258 --exclude".split()
-    assert main([*train, "*.md"]) == 0 and main([*train, "*.md"]) == 0
-    assert "already there, unchanged" in capsys.readouterr().out
-    assert main([*train, "*.txt"]) == LOCKED
-    assert "made with other settings (--exclude)" in capsys.readouterr().err

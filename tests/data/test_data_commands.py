@@ -698,6 +698,7 @@ def test_lines_too_long_for_memory_are_counted(
     [
         "openwebtext/merge_data.py --data_path in --output_file out.json",
         "openwebtext/merge_jsons.py --json_path in --output_file out.json",
+        "preprocess_data.py --input in/a.json --output-prefix out --tokenizer-type ByteTokenizer",
         "merge_datasets.py --input in --output-prefix out",
         "merge_preprocessed_data.py --datasets in/b in/a --output-prefix out",
     ],
@@ -710,7 +711,9 @@ def test_scripts_of_megatrons_names(tmp_path: Path, words: str) -> None:
     ]
     program = [warm.programs() / "python", *f"{ROOT}/tools/{words}".split()]
     subprocess.run(program, cwd=tmp_path, check=True)
-    if "json" in words:
+    if "preprocess_data" in words:
+        assert (tmp_path / "out_text_document.bin").read_bytes() == b"x\0"
+    elif "json" in words:
         assert (tmp_path / "out.json").read_text() == '{"text": "x"}\n'
     else:
         order = prefixes if "input" in words else prefixes[::-1]

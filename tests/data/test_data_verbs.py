@@ -33,20 +33,6 @@ def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[st
     assert "no verb 'dedup'" in capsys.readouterr().err
 
 
-def test_a_verb_of_another_package_is_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        registry, "_others", lambda: {"data_commands": {"join": "meshwright.cli.data:MERGE"}}
-    )
-    assert list(data.verbs())[-1] == "join"
-    assert main(["data", "join", "a", "--output-prefix", "b", "--dry-run"]) == 65
-    assert "a.idx does not exist" in capsys.readouterr().err
-    assert main(["data", "help"]) == 0
-    assert "  join         join pairs of token files" in capsys.readouterr().out
-    assert "join" in completion.verb_texts()
-
-
 @pytest.mark.usefixtures("without_apps")
 def test_commands_of_apps_are_neither_explained_nor_completed(
     monkeypatch: pytest.MonkeyPatch,

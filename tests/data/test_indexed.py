@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from corpora import write_pair
 
-from helpers import error_of, tokens_of
+from helpers import error_of
 from meshwright.base.errors import IO, UserError
 from meshwright.data.files import indexed as indexed_module
 from meshwright.data.files.indexed import HEADER, Indexed, fingerprint
@@ -41,20 +41,6 @@ def test_every_byte(tmp_path):
         b"\x02\x00\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x00\x00\x00\x00"
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_read_back(tmp_path, dtype):
-    rng = np.random.default_rng(0)
-    documents = [[rng.integers(0, 100, rng.integers(0, 9)).tolist()] for _ in range(50)]
-    data = Indexed(write_pair(tmp_path / "new" / "x", documents, dtype))
-    assert len(data) == 50
-    assert data.doc_idx.tolist() == list(range(51))
-    for i, [ids] in enumerate(documents):
-        assert tokens_of(data, i).tolist() == ids
-    whole = [(i, t) for i, [ids] in enumerate(documents) for t in ids]
-    assert [data.sequence_at(n) for n in range(len(whole))] == [i for i, _ in whole]
-    assert not data.tokens.flags.writeable
 
 
 def test_nothing_in_it(tmp_path):

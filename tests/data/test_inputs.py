@@ -9,7 +9,6 @@ import random
 import re
 import tarfile
 import zipfile
-from collections import Counter
 
 import pytest
 import zstandard
@@ -21,9 +20,7 @@ from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.base.errors import BAD_DATA, IO, USAGE
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import charsets, folders, html_pages, limits, pieces, reading
-from meshwright.data.text.folders import SkipReport
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.records import Rejected, TextPlace
 
 
 def read(*paths, **flags):
@@ -92,23 +89,6 @@ READ = [
 ]
 
 
-def test_the_line_of_passed_files_names_three_that_are_not_utf8():
-    passed, more = (
-        SkipReport(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3})
-    )
-    passed.add(Rejected("not UTF-8", TextPlace("a.txt")))
-    assert passed.line().startswith(
-        "passed over 4 files: 2 pipes or devices, 1 broken link, 1 not UTF-8 (a.txt); --enc"
-    )
-    for name in "bcd":
-        more.add(Rejected("not UTF-8", TextPlace(f"{name}.txt")))
-        more.add(Rejected("not UTF-8", TextPlace(f"{name}.txt")))
-    passed += more
-    assert passed.line().startswith(
-        "passed over 13 files: 7 not UTF-8 (a.txt, b.txt, c.txt, ...), 3 empty"
-    )
-
-
 @pytest.mark.flag("preprocess.include preprocess.exclude evaluate.include evaluate.exclude")
 def test_a_folder(tmp_path):
     """Files by suffix in the order of their paths; what is passed over is counted."""
@@ -141,30 +121,6 @@ def test_a_folder(tmp_path):
         "l1",
         "l2",
     ]
-
-
-def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
-    """By the worker, who finds JSON lines there, too; a bad line is named."""
-    files = {
-        "a.txt": "a",
-        "b.txt": '{"text": "l1"}\n{"text": "l2"}\n',
-        "c.md": '{"key": 1}',
-        "d.py": "d",
-    }
-    folder, opened, real = fill(tmp_path / "in", files), [], open
-
-    def counting(path, *how, **more):
-        opened.append(str(path))
-        return real(path, *how, **more)
-
-    monkeypatch.setattr("builtins.open", counting)
-    monkeypatch.setattr("meshwright.base.origin.SMALL", 0)
-    assert preprocess(tmp_path, folder)[0] == ["a", "l1", "l2", '{"key": 1}', "d"]
-    assert [path for path in opened if path.startswith(str(folder))] == [
-        f"{folder}/{name}" for name in files
-    ]
-    fill(folder, {"b.txt": '{"text": "l1"}\n{"text": 2}\n'})
-    assert "b.txt:2: no text under 'text'" in error_of(lambda: preprocess(tmp_path, folder))
 
 
 def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch):

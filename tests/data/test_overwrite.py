@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -46,23 +45,6 @@ def files(folder="."):
     """Return the content and the time of each file under a folder."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
-
-
-def test_the_same_preprocess_again_changes_nothing(here, capsys):
-    status, out, err = preprocess(capsys, "long.jsonl")
-    assert status == 0 and "next: meshwright train --data-path out_text_document --save RUN" in err
-    before = files()
-    # Speed, the time of the input and its folder do not matter.
-    os.utime("long.jsonl", (1, 1))
-    for more in ([], ["--workers", "2"], ["--log-interval", "7"]):
-        status, out, _ = preprocess(capsys, "long.jsonl", *more)
-        assert (
-            status == 0
-            and "out_text_document.bin/.idx is already there, unchanged" in out
-            and "wrote" not in out
-        )
-    os.utime("long.jsonl", ns=(before["long.jsonl"][1],) * 2)
-    assert files() == before
 
 
 def test_dry_run_says_what_would_become_of_the_output(here, capsys):

@@ -8,22 +8,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from corpora import line, preprocess_inputs, texts_in
 
-import warm
 from helpers import error_of, tokens_of
 from meshwright.base.errors import BAD_DATA, IO
 from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.text import preprocess, reading
-
-ROOT = Path(__file__).parents[2]
 
 
 def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings):
@@ -330,38 +325,3 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     _, stderr = work(tmp_path, b"\n".join([line("x")] * 20), log_interval=1, stderr=Terminal())
     assert "━" in stderr and "Processed 20 documents" in stderr.splitlines()[-3]  # a note follows
-
-
-@pytest.mark.whole
-def test_megatrons_command_line(tmp_path):
-    """Run the documents' command with its path and flags twice: the bytes are equal."""
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join(line(f"the theme {n}") for n in range(50)))
-
-    def call(*command):
-        words = [warm.programs() / "python", *command]
-        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    train = "-m meshwright train-tokenizer --input in.jsonl --vocab-size 270 --output ."
-    trained = call(*train.split())
-    following = "next: meshwright preprocess --input in.jsonl --tokenizer . --append-eod --output-prefix PREFIX\n"
-    assert (trained.returncode, trained.stderr) == (0, following)
-    assert trained.stdout == "wrote vocab.json and merges.txt: 270 ids\n"
-    flags = "--input in.jsonl --output-prefix meg-gpt2 --vocab vocab.json --dataset-impl mmap --append-eod --workers 2"
-    flags += " --tokenizer-type GPT2BPETokenizer --merge-file merges.txt"
-    tool = [str(ROOT / "tools" / "preprocess_data.py"), *flags.split()]
-    files = [tmp_path / f"meg-gpt2_text_document.{ending}" for ending in ("bin", "idx")]
-    written = []
-    for _ in range(2):
-        done = call(*tool)
-        assert done.returncode == 0, done.stderr
-        written.append([f.read_bytes() for f in files])
-    assert written[0] == written[1]
-    t = tokenizers.build_tokenizer(
-        TokenizerFlags(
-            vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
-        )
-    )
-    data = Indexed(tmp_path / "meg-gpt2_text_document")
-    assert [tokens_of(data, n).tolist() for n in range(50)] == [
-        [*t.encode(f"the theme {n}"), 269] for n in range(50)
-    ]

@@ -110,18 +110,6 @@ def test_preprocess_writes_the_same_token_files(bucket: Bucket, tmp_path: Path) 
     assert "they are kept; add --overwrite" in " ".join(err)
 
 
-def test_few_blocks_are_read_at_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "BLOCK", 1000)
-    content = bucket.objects["long"] = random.Random(0).randbytes(99_500)
-    with texts.open_object("s3://bucket/long", len(content), None) as file:
-        assert file.read(10) == content[:10]
-        assert len(bucket.log) == 1  # a look at the start is no reason to read more
-        assert file.read() == content[10:]
-        file.seek(-600, io.SEEK_END)
-        assert file.read(700) == content[-600:]
-    assert len(bucket.log) <= 100 + texts.AHEAD
-
-
 def test_an_object_that_is_replaced_meanwhile_is_refused(bucket: Bucket) -> None:
     given = TextInputs(input=["s3://bucket/corpus/a.jsonl"])
     found = find_inputs(given)

@@ -245,28 +245,6 @@ def test_bytes_and_null():
     refused(BAD_DATA, "id 11 is not in 0 ... 10", lambda: n.encode("11"))
 
 
-def test_a_run_folder_rebuilds_each_tokenizer(bpe, tmp_path):
-    path = tokenizer_json(bpe)
-    for n, given in enumerate(
-        [
-            flags(bpe),
-            Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(path)),
-            Flags(tokenizer_type="ByteTokenizer"),
-            Flags(tokenizer_type="NullTokenizer", vocab_size=10),
-        ]
-    ):
-        folder = tmp_path / str(n)
-        saved = build_tokenizer(given)
-        for _ in range(2):  # a resumed run saves again
-            save_tokenizer(saved, folder)
-        again = build_tokenizer(Flags(), folder)
-        assert (again.name, again.size, again.eod) == (saved.name, saved.size, saved.eod)
-        assert again.encode("7 5") == saved.encode("7 5")
-        save_tokenizer(again, folder)  # onto its own files
-        assert build_tokenizer(Flags(), folder).size == saved.size
-        assert not list(folder.glob("*.tmp"))
-
-
 def test_merges_need_no_line_of_a_version(bpe, tmp_path):
     version, *lines = (bpe / "merges.txt").read_text().splitlines(keepends=True)
     assert version.startswith("#version") and len(lines) > 1
@@ -455,20 +433,6 @@ def test_token_files_name_the_tokenizer_that_is_kept_beside_them(
 
 
 def test_one_argument_that_cannot_be_used(bpe, tmp_path):
-    for more, words in (
-        (
-            dict(vocab_file="v", merge_file="m"),
-            "--tokenizer byte and --vocab-file v, --merge-file m both name",
-        ),
-        (dict(tokenizer_model="t"), "and --tokenizer-model t both name a tokenizer; give only one"),
-        (dict(tokenizer_type="NullTokenizer"), "and --tokenizer-type NullTokenizer both name"),
-    ):
-        refused(USAGE, words, lambda more=more: build_tokenizer(Flags(tokenizer="byte", **more)))
-    refused(
-        USAGE,
-        "--vocab-size 9, but ByteTokenizer has 257",
-        lambda: build_tokenizer(Flags(tokenizer="byte", vocab_size=9)),
-    )
     refused(
         BAD_DATA, "nope.json does not exist; name a folder", lambda: named(tmp_path / "nope.json")
     )

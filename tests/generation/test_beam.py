@@ -91,15 +91,6 @@ def test_scores_are_those_of_the_model(pair):
         assert found.score == pytest.approx(sum(chosen), abs=1e-5)
 
 
-def test_a_stop_string_ends_a_text(pair):
-    mine, _ = pair
-    plain = beam.search_beams(mine, request([6], 9), BeamOptions(3, 0.0))[0]
-    stop = f" {plain.text.split()[2]}"
-    found = beam.search_beams(mine, request([6], 9, stop=(stop,)), BeamOptions(3, 0.0))
-    assert found[0].finish == "stop" and all(stop not in f.text for f in found)
-    assert plain.text.split(stop)[0] in [f.text for f in found]
-
-
 def test_what_cannot_be_searched(pair):
     mine, _ = pair
     with pytest.raises(UserError, match="beam width of 0"):

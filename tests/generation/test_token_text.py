@@ -3,17 +3,10 @@
 import random
 
 import pytest
-import torch
 
 from helpers import spaced_words
-from meshwright.config.schema import Model, Sampling
 from meshwright.data import tokenizers
-from meshwright.generation.beam import BeamOptions, search_beams
-from meshwright.generation.decoder import complete
-from meshwright.generation.language_model import LanguageModel
-from meshwright.generation.requests import Request
 from meshwright.generation.text import TokenText
-from meshwright.model.gpt import GPT
 
 
 class FixedTokens:
@@ -77,34 +70,3 @@ def spaced(tmp_path):
 def test_text_after_a_prompt_keeps_its_space(spaced):
     assert pieces_of(spaced, [0, 1]) == ["a", " b", ""]
     assert pieces_of(spaced, [0, 1], before=[1, 1]) == [" a", " b", ""]
-
-
-def test_one_text_until_stop_a_prompt(spaced, monkeypatch):
-    """The library's function, a batch, a beam search and a stop string agree on the first space."""
-    m = Model(num_layers=1, hidden_size=8, num_attention_heads=2)
-    network = GPT(m, 3, 8, 16).eval().requires_grad_(False)
-    model = LanguageModel(network, spaced, 0, 16)
-    monkeypatch.setattr(network, "forward", lambda tokens, where, last_only: likely_a(tokens))
-    for texts in (
-        [model.generate([1], greedy=True, max_new_tokens=2)],
-        [
-            t.text
-            for t in complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2))], 1)
-        ],
-        [search_beams(model, Request([1], Sampling(out_seq_length=2)), BeamOptions(1))[0].text],
-    ):
-        assert texts == [" a a"]
-    (text,) = complete(
-        model, [Request([1], Sampling(greedy=True, out_seq_length=9), stop=(" a",))], 1
-    )
-    assert (text.text, text.tokens, text.finish) == ("", [0], "stop")
-    (text,) = complete(
-        model, [Request([1], Sampling(greedy=True, out_seq_length=2), is_alone=True)], 1
-    )
-    assert text.text == "a a"
-
-
-def likely_a(tokens):
-    logits = torch.zeros(len(tokens), 1, 8)
-    logits[..., 0] = 9.0
-    return logits

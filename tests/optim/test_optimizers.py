@@ -11,7 +11,7 @@ from torch import nn
 from helpers import TINY
 from meshwright.checkpoint import loading, native
 from meshwright.config.schema import Optimizer
-from meshwright.optim import elementwise, rules
+from meshwright.optim import elementwise
 from meshwright.optim.rules import StepScalars
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
@@ -136,17 +136,6 @@ def test_kinds_of_parameters_have_their_own_rates(rule):
                     assert torch.equal(p, start[name]) == (kind == "vector_lr"), name
                     kinds_found.add(kind)
         assert kinds_found == rates.keys() - ({"head_lr"} if m is TINY else set())
-
-
-def test_a_gate_is_two_matrices():
-    p = torch.arange(24.0).view(2, 3, 4)
-    assert [torch.equal(a, b) for a, b in zip(rules.matrices(p), p, strict=True)] == [True, True]
-    assert len(rules.matrices(p[0])) == 1
-    _, store = make(GATED, Optimizer(optimizer="muon"))
-    shapes = [tuple(p.shape) for p in the_muon(store).param_groups[0]["params"]]
-    assert (
-        shapes.count((64, 32)) == 6 and shapes.count((32, 32)) == 2 and shapes.count((32, 64)) == 2
-    )
 
 
 # SGD
@@ -322,11 +311,6 @@ def momentum(store, name):
     return state(store, name)["momentum_buffer"]
 
 
-def the_muon(store):
-    (update,) = (u for (rule, *_), u in store.updates.items() if rule == "muon")
-    return update
-
-
 @pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_muon_follows_its_formula(m, dtype):
@@ -450,27 +434,6 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
 
 
 # Offload
-
-
-@pytest.mark.parametrize("rule", [*RULES, "cautious"])
-@pytest.mark.parametrize(
-    ("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)]
-)
-def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
-    """Offload gives the same checkpoint and weights bit for bit, with separate masters."""
-    outcomes = []
-    for offload in (False, True):
-        model, store = make(GATED, optimizer_of(rule, clip_grad=0.5), dtype=dtype, offload=offload)
-        losses = steps(model, store, 5, scale=scale)
-        outcomes.append(
-            (losses, snapshot(store), {n: p.detach().clone() for n, p in model.named_parameters()})
-        )
-        assert (store.master.data_ptr() == store.weights.data_ptr()) == (
-            not offload and dtype is torch.float32
-        )
-        assert (store.host_share.data_ptr() == store.share.data_ptr()) == (not offload)
-    (a, kept_a, weights_a), (b, kept_b, weights_b) = outcomes
-    assert a == b and a[-1] < a[0] and is_equal(kept_a, kept_b) and is_equal(weights_a, weights_b)
 
 
 @pytest.mark.flag("cpu_optimizer")

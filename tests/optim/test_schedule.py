@@ -299,42 +299,6 @@ def test_every_value_is_listed():
     )
 
 
-@pytest.mark.parametrize(("name", "value", "flag"), ONE_BY_ONE)
-def test_each_value_alone_needs_a_decision(name, value, flag):
-    """The error names both values and flags; override takes ours, use-checkpoint theirs."""
-    ours, saved = dataclasses.replace(FULL, **{name: value}), dataclasses.asdict(FULL)
-    with pytest.raises(UserError) as e:
-        resume_schedule(ours, saved, settings())
-    head, difference, way_out, anew = str(e.value).split("\n")
-    assert e.value.status == 2 and "differs from the checkpoint's" in head
-    assert head.startswith("to train longer, add --override") == (
-        name == "decay" and value > FULL.decay
-    )
-    before, now = (
-        f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value)
-    )
-    assert (
-        f"the checkpoint has {before}" in difference
-        and f", the settings say {now}" in difference
-        and flag in difference
-    )
-    assert (
-        "--override-opt_param-scheduler" in way_out
-        and "--use-checkpoint-opt_param-scheduler" in way_out
-    )
-    assert "add --finetune" in anew
-
-    kept, lines = resume_schedule(ours, saved, settings(override_opt_param_scheduler=True))
-    assert kept == ours and all(line.startswith(" > overriding ") for line in lines)
-    assert sum(line.endswith(f" value to {value}") for line in lines) == 1
-    kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
-    assert (
-        kept == FULL
-        and sum(f" checkpoint value {getattr(FULL, name)} for " in line for line in lines) >= 1
-    )
-    assert resume_schedule(FULL, saved, settings())[0] == FULL
-
-
 @pytest.mark.flag("override_opt_param_scheduler use_checkpoint_opt_param_scheduler")
 def test_a_changed_schedule_needs_a_decision():
     """Several changes are reported together and decided by either flag."""
@@ -386,27 +350,6 @@ def test_checkpoints_from_before_the_newer_three():
     assert s == before and len(lines) == 9
     with pytest.raises(UserError, match=r"has 0\.0, the settings say 1e-06 \(--lr-warmup-init\)"):
         resume_schedule(dataclasses.replace(before, init_lr=1e-6), saved, settings())
-
-
-@pytest.mark.parametrize(
-    "flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None]
-)
-def test_resume_by_command(run, tmp_path, flag):
-    """A resumed run with another rate uses the one that the flag selects."""
-    save = str(tmp_path / "save")
-    base = "--lr-decay-style constant --eval-iters 0".split()
-    assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
-    got = run(
-        *base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else [])
-    )
-    if flag is None:
-        assert (
-            got.status == 2
-            and "has 0.01, the settings say 0.002 (--lr)" in got.err
-            and not got.losses
-        )
-    else:
-        assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2
 
 
 def rates(c):
