@@ -343,16 +343,19 @@ def test_least_loss_scale(run):
     assert got.column("loss_scale") == [2.0**32, 2.0**31]
 
 
-FULL = "--recompute-granularity full"
-
-
 @pytest.mark.flag("recompute_granularity recompute_method recompute_num_layers")
 @pytest.mark.parametrize(
     ("flags", "again"),
     [
         (["--checkpoint-activations"], 2),
-        (f"{FULL} --recompute-method uniform --recompute-num-layers 2".split(), 2),
-        (f"{FULL} --recompute-method block --checkpoint-num-layers 1".split(), 1),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2".split(),
+            2,
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --checkpoint-num-layers 1".split(),
+            1,
+        ),
         (["--recompute-activations"], 0),
         ([], 0),
     ],

@@ -40,25 +40,6 @@ def test_every_flag_of_megatron_has_an_answer():
     ]
 
 
-def test_idle_flags_leave_the_next_flag_alone():
-    words = [
-        [
-            name,
-            *["1"] * (2 if NO_EFFECT[name][0] == "*" else int(NO_EFFECT[name][0])),
-            "--seed",
-            "7",
-        ]
-        for name in NO_EFFECT.keys()
-        & MEGATRON.keys() - {"--make-vocab-size-divisible-by", "--padded-vocab-size"}
-    ]
-    for argv in words:
-        parsed = parse(*argv)
-        assert parsed.config.training.seed == 7, argv
-        assert [n for n in parsed.notices if n.startswith(argv[0])] == [
-            f"{argv[0]} is accepted and has no effect: {NO_EFFECT[argv[0]][1]}"
-        ]
-
-
 def test_a_switch_that_is_one_of_our_settings(tmp_path):
     for name, (field, value) in EQUAL.items():
         group = fields.config_fields(TrainConfig)[field][0]

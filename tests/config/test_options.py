@@ -226,10 +226,8 @@ def test_every_option_meets_others():
 
 
 def test_slopes_of_alibi():
-    """The example of Press et al. for 8 heads, and their rule for 12."""
-    eight = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-    assert [reference_gpt.slope_of(i, 8) for i in range(8)] == eight
-    twelve = [*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    """The example of Press et al. for 8 heads, and four more by their rule."""
+    twelve = [*(2.0**-i for i in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
     assert [reference_gpt.slope_of(i, 12) for i in range(12)] == pytest.approx(twelve)
     assert positions.alibi_slopes(12, torch.device("cpu")).tolist() == pytest.approx(twelve)
 

@@ -10,7 +10,7 @@ from parsing import parse, refusal
 
 import meshwright
 from helpers import TINY_FLAGS
-from meshwright.__main__ import COMMANDS, _name_as_typed, main
+from meshwright.__main__ import COMMANDS, main
 from meshwright.apps.bench.command import BenchConfig
 from meshwright.apps.datasets.commands import DedupConfig
 from meshwright.apps.evaluate.command import EvaluateConfig
@@ -19,7 +19,7 @@ from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
 from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
-from meshwright.config.problem import FLAGS, SettingsError
+from meshwright.config.problem import FLAGS
 from meshwright.config.schema import GenerateConfig, TrainConfig
 from meshwright.config.text_inputs import PreprocessConfig
 from meshwright.generation.language_model import TextOptions
@@ -165,26 +165,6 @@ def test_every_answer_exists():
                     if set(FLAGS.render(answer).split()) & set(own)
                 ), answer
             assert kind == "flags" or not any(word in names for word in words.split()), answer
-
-
-def test_a_length_in_epochs_is_refused_in_its_words() -> None:
-    """A run makes samples of it, which nobody typed."""
-
-    def refused(typed: str) -> str:
-        error = SettingsError(
-            "{train_samples} (2 samples) counts from the beginning; raise {train_samples}"
-        )
-        _name_as_typed(error, ["train", *typed.split()], {})
-        return str(error)
-
-    words = "(2 samples) counts from the beginning; raise"
-    for typed, name in {
-        "--train-epochs 1": "--train-epochs",
-        "--num_train_epochs=1": "--num_train_epochs",
-    }.items():
-        assert refused(typed) == f"{name} {words} {name}"
-    for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
-        assert "epochs" not in refused(typed)
 
 
 def test_a_choice_of_on_and_off_takes_true_and_false():

@@ -272,13 +272,3 @@ def test_recompute_by_deepspeeds_name():
 
 def command(text, *more):
     return flags.parse_settings(TrainConfig, [*text.split(), *more], "meshwright test").config
-
-
-@pytest.mark.parametrize(
-    ("preset", "pp", "ranks", "batch", "steps"),
-    [("24x2304", 4, 32, 512, 32), ("16x1536", 1, 8, 16, 1)],
-)
-def test_oneflow_presets(preset, pp, ranks, batch, steps):
-    sizes = f"{TP} 4 {PP} {pp} {W} {ranks} --mock-data --vocab-size 99"
-    c = command(f"--preset oneflow-{preset} {sizes}")
-    assert (c.dp, c.micro_batches(batch)) == (2, steps)

@@ -292,8 +292,6 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
         parse("--config", str(file), "--train-iters=5", *sizes.split()).config.training.train_tokens
         is None
     )
-    with_recipe = parse("--depth", "2", "--train-tokens", "auto", *MOCK).config
-    assert with_recipe == parse("--depth", "2", *MOCK).config
 
 
 def test_every_choice_has_a_reason_that_is_printed() -> None:

@@ -657,21 +657,6 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     assert run_data("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
 
 
-def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_bytes(
-        "\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g"
-    )
-    (tmp_path / "in" / "b.jsonl").write_bytes('{"text": "a\u2028b\x85c"}\n'.encode())
-    out = tmp_path / "out.json"
-    status, told, _ = run_data(
-        "merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line"
-    )
-    texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
-    assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
-    assert f"left out 1 bad line: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
-
-
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

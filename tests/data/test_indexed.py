@@ -43,11 +43,6 @@ def test_every_byte(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 
 
-def test_nothing_in_it(tmp_path):
-    data = Indexed(write_pair(tmp_path / "x", []))
-    assert (len(data), len(data.tokens), data.doc_idx.tolist()) == (0, 0, [0])
-
-
 @pytest.fixture
 def pair(tmp_path):
     prefix = write_pair(tmp_path / "x", [[[i, i, i]] for i in range(20)])

@@ -2,7 +2,6 @@
 
 import builtins
 import errno
-import functools
 import json
 import multiprocessing
 import os
@@ -449,17 +448,6 @@ def test_an_entry_of_a_release_before_0_15_is_built_again(tmp_path):
     with captured_output() as (_, notices):
         assert has_equal_indices(good, Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache))
     assert TOO_OLD in notices[0] and record.read_text() == content
-
-
-def test_what_a_start_reads_of_a_cache_does_not_grow_with_the_samples(tmp_path, monkeypatch):
-    read = []
-    monkeypatch.setattr(index_cache, "crc32", lambda path: read.append(path.stat().st_size) or 1)
-    for count in (1000, 400_000):
-        cached = functools.partial(index_cache.cached_indices, tmp_path, {"samples": count}, ["a"])
-        cached(lambda storage, count=count: [storage.array("a", count, np.int64)])
-        read.clear()
-        [array] = cached(lambda storage: pytest.fail("built again"))
-        assert len(array) == count and sum(read) < 1 << 20
 
 
 def test_small_splits(tmp_path):

@@ -10,7 +10,6 @@ import random
 import re
 import sys
 import tarfile
-import threading
 import time
 import tracemalloc
 import zlib
@@ -181,28 +180,6 @@ def test_a_damaged_member_costs_itself(tmp_path):
     assert [one for one, _ in found][:1] == ["a"] and [where for _, where in found[1:]] == [
         str(path)
     ]
-
-
-def test_slow_pipes(tmp_path, monkeypatch):
-    """The kind is recognised however few bytes arrive at once."""
-    content = line("a") + b"\n" + line("b")
-    tar = archive({"a.txt": b"a", "b.txt": b"b"})
-    slow = {1: gzip.compress(content), 2: b"\xef\xbb\xbf" + content, 100: tar}
-    for first, given in slow.items():
-        read, write = os.pipe()
-
-        def send(given=given, first=first, write=write):
-            with open(write, "wb", buffering=0) as file:
-                file.write(given[:first])
-                time.sleep(0.03)
-                file.write(given[first:])
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        with open(read) as stdin:
-            monkeypatch.setattr("sys.stdin", stdin)
-            assert texts_of("-") == ["a", "b"]
-        sender.join()
 
 
 def test_no_standard_input(monkeypatch):

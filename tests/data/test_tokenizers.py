@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -345,27 +344,6 @@ def test_missing_flags_and_broken_files(bpe, tmp_path):
     refused(BAD_DATA, "none of the usual end-of-document", lambda: build_tokenizer(hugging))
     path.write_text("{}")
     refused(BAD_DATA, "is not a tokenizer.json", lambda: build_tokenizer(hugging))
-
-
-def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
-    given = flags(bpe)
-    built = build_tokenizer(given)
-    assert build_tokenizer(replace(given, vocab_size=built.size)).size == built.size
-    words = f"--vocab-size 9999, but .*vocab.json.* has {built.size} ids"
-    refused(USAGE, words, lambda: build_tokenizer(replace(given, vocab_size=9999)))
-    save_tokenizer(built, tmp_path)
-    refused(USAGE, words, lambda: build_tokenizer(Flags(vocab_size=9999), tmp_path))
-    refused(
-        USAGE,
-        "has 257 ids",
-        lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer", vocab_size=256)),
-    )
-    for kind in (
-        Flags(tokenizer_type="NullTokenizer", vocab_size=7),
-        Flags(tokenizer_type="ByteTokenizer"),
-    ):
-        save_tokenizer(build_tokenizer(kind), tmp_path / kind.tokenizer_type)
-        assert build_tokenizer(kind, tmp_path / kind.tokenizer_type).size in (8, 257)
 
 
 def test_the_home_of_a_user_who_does_not_exist():

@@ -231,16 +231,6 @@ def test_echo_scores_the_prompt_as_a_full_forward(k, monkeypatch):
     assert len(full.prompt_logprobs) == LENGTH and full.tokens == []
 
 
-def test_stop_strings(monkeypatch):
-    """Null's text is the ids with spaces; a stop string may lie across tokens."""
-    model = little()
-    scripted(monkeypatch, model, {1: iter([4, 5, 6, 7, 8, 9]), 2: iter([5, 5, 5, 10])})
-    long = dataclasses.replace(GREEDY, out_seq_length=6)
-    one, two = complete(model, requests(long, [[1], [2]], stop=("6 7", "8")), 2)
-    assert (one.tokens, one.text, one.finish, one.ended) == ([4, 5, 6, 7], "4 5 ", "stop", False)
-    assert (two.text, two.finish, two.ended) == ("5 5 5", "stop", True)
-
-
 @pytest.mark.parametrize("shape", ["llama", "window"])
 def test_long_prompts_are_read_in_chunks(shape, monkeypatch):
     model = little(shape)

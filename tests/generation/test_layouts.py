@@ -17,12 +17,10 @@ from helpers import train_on_texts
 from meshwright.__main__ import main
 from meshwright.apps.evaluate.command import EvaluateConfig
 from meshwright.apps.evaluate.perplexity import score_texts
-from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import GenerateConfig, Sampling, TokenizerFlags
 from meshwright.generation import beam, decoder, language_model, ranks
 from meshwright.generation.requests import Request
-from meshwright.parallel.layout import Layout
 from on_ranks import make_team, run_ranks
 
 LENGTH = 32
@@ -321,21 +319,3 @@ def test_on_two_gpus(runs, layout, tmp_path, capsys):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert json.loads(out)["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_the_model_must_fit_the_layout(runs, capsys):
-    """More ranks than started, and heads that cannot be shared out, are refused with numbers."""
-    text = ["--input", str(Path(__file__))]
-    assert main(["evaluate", str(runs("gpt2")), "--tensor-model-parallel-size=2", *text]) == 2
-    assert (
-        "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2"
-        in capsys.readouterr().err
-    )
-    layout, cpu = Layout(tp=3), torch.device("cpu")
-    with pytest.raises(
-        UserError,
-        match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
-    ):
-        language_model.load_model(
-            str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout
-        )

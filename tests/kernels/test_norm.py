@@ -206,17 +206,6 @@ def test_y_is_the_norm_of_x_as_it_is_stored(form, request):
     )
 
 
-def test_gradient_of_x_alone():
-    """The norm is then not passed through, and its parameters have gradient 0."""
-    case = make("middle", torch.float64)
-    t = case.leaves()
-    x, _ = case.run(t)
-    x.backward(case.grads[0])
-    assert torch.equal(t["residual"].grad, case.grads[0])
-    assert torch.equal(t["pending"].grad, dropout.mask_and_scale(case.grads[0], case.rows, case.p))
-    assert not t["weight"].grad.any() and not t["shift"].grad.any()
-
-
 def test_gradients_go_into_the_totals(triton):
     """A frozen weight gets none."""
     case = make("middle", torch.float32, device=KERNELS)
