@@ -82,7 +82,7 @@ def test_seven_steps_on_random_cases(monkeypatch, loops):
     monkeypatch.setattr(samples, "BLOCK", 7)  # so that small cases have several blocks
     rng = np.random.default_rng(1)
     seen = set()
-    for case in range(200):
+    for case in range(320):
         sizes = rng.integers(0 if case % 3 else 1, rng.choice([2, 5, 60]), rng.integers(1, 40))
         start = int(rng.integers(0, len(sizes)))
         documents = range(start, int(rng.integers(start, len(sizes))) + 1)
