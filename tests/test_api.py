@@ -138,25 +138,14 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
         (lambda: meshwright.train(nmu_layers=2), "unknown setting 'nmu_layers'.*num_layers"),
         (lambda: meshwright.train(preset="gpt2-117"), "no preset 'gpt2-117'.*gpt2-117m"),
         (lambda: meshwright.train("--help"), "belongs to the command line"),
-        (lambda: meshwright.train(train_iters="many"), "train_iters: 'many' is not a whole number"),
         (
             lambda: meshwright.train(FLAGS, train_iters="many"),
             "^train_iters: 'many' is not a whole number",
         ),
         (lambda: meshwright.train(FLAGS, num_gpus_per_node=2), "meshwright launch"),
         (lambda: meshwright.train(meshwright.TrainConfig(), seed=1), "beside a TrainConfig"),
-        (lambda: meshwright.load("nowhere"), "nowhere"),
         (lambda: meshwright.load("nowhere", device="abacus"), "^device abacus: torch sees no such"),
-        (lambda: meshwright.load("nowhere", dtype="nn"), "dtype 'nn' is unknown"),
         (lambda: meshwright.load("nowhere", bf16=True), "load\\(\\) does not use bf16"),
-        (
-            lambda: meshwright.load("nowhere", num_attention_heads=-1),
-            "^num_attention_heads=-1 must",
-        ),
-        (
-            lambda: meshwright.convert("nowhere", "there", temperature=0.5),
-            "does not use temperature",
-        ),
         (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
         (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
     ],
@@ -178,7 +167,6 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
             lambda: meshwright.train(preset="gpt2-117m"),
             "data_path is needed (a prefix written by `meshwright prep",
         ),
-        (lambda: meshwright.train(preset="gpt2-117m"), "or mock_data=True"),
         (
             lambda: meshwright.train(bf16=True, fp16=True),
             "fp16=True and bf16=True cannot be combined",
@@ -195,8 +183,6 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
             lambda: meshwright.train(lora=True),
             "lora is refused: load=DIR with finetune=True trains",
         ),
-        (lambda: meshwright.train(epochs=2), "unknown setting 'epochs'; here it is train_epochs"),
-        (lambda: meshwright.train(WRITTEN, num_layers=0), "--lr: 'fast' is not a number"),
         (
             lambda: meshwright.train(WRITTEN, num_layers=0),
             "hidden_size, num_attention_heads, micro_batch_size, ",
@@ -212,16 +198,8 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
             "leave the target's sizes out, or choose torch",
         ),
         (
-            lambda: meshwright.convert("a", "b", to="torch", tensor_parallel=0),
-            "tensor and of pipeline ranks must be",
-        ),
-        (
             lambda: meshwright.generate("a/--save/flag", "x"),
             "there is no folder a/--save/flag; give the save folder",
-        ),
-        (
-            lambda: meshwright.evaluate("a/flags.d", ["x"]),
-            "there is no folder a/flags.d; give the save folder",
         ),
     ],
 )
