@@ -350,7 +350,7 @@ def test_unknown_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("a.yaml", b"[" * 5000, "--config"),
+        ("a.yaml", b"[" * 1500, "--config"),
         ("a.yaml", b"lr: \x00", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
         (

@@ -247,9 +247,9 @@ def on_terminal(argv: list[str], **more: str) -> str:
 
 
 def test_bold_headings_and_the_pager_on_terminals_only(tmp_path: Path) -> None:
-    assert "\033[1mModel:\033[0m" in on_terminal(["train", "--help"], PAGER="false")
+    shown = on_terminal(["train", "--help-all"], PAGER="no-such-pager")
+    assert "\033[1m" in shown and "--lr-wsd-decay-style" in shown
     assert "\033[" not in on_terminal(["train", "--help"], NO_COLOR="1")
     interrupted = f"kill -INT $PPID; sleep 0.2; cat > {tmp_path}/paged"  # Ctrl-C is for the pager
     assert on_terminal(["train", "--help", "optimizer"], PAGER=interrupted) == ""
     assert "--weight-decay" in (tmp_path / "paged").read_text()
-    assert "--lr-wsd-decay-style" in on_terminal(["train", "--help-all"], PAGER="no-such-pager")

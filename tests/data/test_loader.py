@@ -11,7 +11,6 @@ import torch
 
 from helpers import error_of
 from meshwright.base.errors import USAGE
-from meshwright.config.schema import TrainConfig, Training
 from meshwright.data.loader import Cyclic, Loader, LoaderSpec
 
 
@@ -79,33 +78,6 @@ def test_ranks_cut_each_block_of_micro_batches():
                 for n in part
             ]
             assert together == list(range(first, first + 12))
-
-
-RAMP = TrainConfig(
-    training=Training(
-        micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 60], train_samples=200
-    )
-)
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (4, 2)])
-def test_a_ramp_reads_every_sample_once_from_any_step_on(ranks, workers):
-    def together(consumed, steps):
-        """The samples of each step, with all ranks' slices put back in order."""
-        of_ranks = []
-        for rank in range(ranks):
-            spec = LoaderSpec(2, RAMP.batch, 9999, workers, rank=rank, ranks=ranks)
-            of_ranks.append(numbers(islice(Loader(Counting(200), spec, consumed), steps)))
-        return [
-            [k for blocks in zip(*step, strict=True) for ids in blocks for k in ids]
-            for step in zip(*of_ranks, strict=True)
-        ]
-
-    steps = together(0, 10)
-    assert [len(step) for step in steps] == [8, 8, 8, 8, 16, 16, 24, 24, 24, 24]
-    assert [k for step in steps for k in step] == list(range(160))
-    for n in range(10):
-        assert together(sum(map(len, steps[:n])), 10 - n) == steps[n:]
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(3, 8), (8, 8), (1, 7), (1, 0)])
