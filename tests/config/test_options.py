@@ -118,7 +118,10 @@ pad_vocab_size_to init_method_std init_method_xavier_uniform zero_init_projectio
 attention_impl mup_base_hidden_size mup_base_num_layers num_experts""".split()
 
 every = pytest.mark.parametrize("words", TABLE)
-impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])
+# Combinations with one way of attention each, in turn.
+turns = pytest.mark.parametrize(
+    ("words", "impl"), list(zip(TABLE, ["sdpa", "reference"] * len(TABLE), strict=False))
+)
 
 
 @functools.cache
@@ -232,8 +235,7 @@ def test_slopes_of_alibi():
     assert positions.alibi_slopes(12, torch.device("cpu")).tolist() == pytest.approx(twelve)
 
 
-@every
-@impls
+@turns
 def test_logits_equal_the_reference(words, impl):
     m = dataclasses.replace(config_of(words), attention_impl=impl)
     model, tokens = build(m).eval(), batch()[0]
@@ -279,8 +281,7 @@ def test_dropout_is_where_the_reference_has_it(words):
     assert abs(mean_loss(model.eval(), Positions()).item() - want) > 1e-3
 
 
-@every
-@impls
+@turns
 def test_a_cache_changes_nothing(words, impl):
     m = dataclasses.replace(config_of(words), attention_impl=impl)
     model, tokens = build(m).eval(), torch.from_numpy(batch()[0])
@@ -312,8 +313,7 @@ RECOMPUTED = {
 }
 
 
-@every
-@impls
+@turns
 def test_recomputation_changes_no_bit(words, impl, monkeypatch):
     m = dataclasses.replace(config_of(words), attention_impl=impl, num_layers=3)
     inner = 0
