@@ -15,13 +15,14 @@ from pathlib import Path
 
 from common import describe_machine, new_parser
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "apps" / "plan"))
 from drawn import draw
 from plans import PADDED, Gpu, config_of
+from whole_steps import account_steps
 
 from meshwright.apps.plan import memory
 from meshwright.apps.plan.measure.account import Account
-from meshwright.apps.plan.measure.steps import account_steps
 
 
 def main() -> None:

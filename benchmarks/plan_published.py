@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from meshwright.apps.plan.memory import memory_of_ranks
-from meshwright.apps.plan.timing import StepTime, step_time
+from meshwright.apps.plan.timing import StepTime, terms_of
 from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -71,7 +71,7 @@ def predict(
         TrainConfig, [*words.split(), f"--world-size={world}"], "plan", check=False
     ).config
     most = max(rank.allocated for rank in memory_of_ranks(config, padded, profile))
-    return config, step_time(config, padded, profile), most / 2**30
+    return config, terms_of(config, padded, profile).result(), most / 2**30
 
 
 def gpt(heads: int, hidden: int, layers: int, more: str) -> str:

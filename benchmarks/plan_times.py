@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.apps.bench import rows
-from meshwright.apps.plan.timing import StepTime, measured_operations, step_time
+from meshwright.apps.plan.timing import StepTime, measured_operations, terms_of
 from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -132,7 +132,7 @@ def predicted_step(
         size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None
     )
     measured = None if is_estimated else measured_operations(config, padded, profile)
-    return step_time(config, padded, profile, measured=measured)
+    return terms_of(config, padded, profile, measured=measured).result()
 
 
 def show(cases: list[Case], with_parts: bool = False, is_estimated: bool = False) -> None:

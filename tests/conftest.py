@@ -98,7 +98,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave slow tests to `make test`, and most cases of thinned ones to `make test-long`."""
     names = [f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items]
-    for item, marker in zip(items, selection.mark(names), strict=True):
+    for item, marker in zip(
+        items, selection.mark(names, not torch.cuda.is_available()), strict=True
+    ):
         if marker:
             item.add_marker(marker)
         if faults := [fault for mark in item.iter_markers("fault") for fault in mark.args]:

@@ -36,6 +36,11 @@ def run(tmp_path_factory):
     return meshwright.train(FLAGS, save=str(folder))
 
 
+@pytest.fixture(scope="module")
+def m(run):
+    return meshwright.load(run.folder, device="cpu")
+
+
 @pytest.mark.whole
 def test_importing_is_cheap():
     code = (
@@ -59,13 +64,8 @@ def test_a_notebook_shows_twelve_lines(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as IPython's kernel does
     # rich then displays what it forms
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    many = [
-        "--train-iters=40",
-        "--eval-interval=10",
-        f"--save={tmp_path}",
-        "--save-interval=10",
-        "--keep-last=1",
-    ]
+    many = "--train-iters=40 --num-layers=1 --eval-interval=20 --save-interval=20 --keep-last=1"
+    many = [*many.split(), f"--save={tmp_path}"]
     assert not NotebookScreen().console.is_jupyter
     meshwright.train([*FLAGS, *many])
     out, err = capsys.readouterr()
@@ -139,25 +139,14 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
         (lambda: meshwright.train(nmu_layers=2), "unknown setting 'nmu_layers'.*num_layers"),
         (lambda: meshwright.train(preset="gpt2-117"), "no preset 'gpt2-117'.*gpt2-117m"),
         (lambda: meshwright.train("--help"), "belongs to the command line"),
-        (lambda: meshwright.train(train_iters="many"), "train_iters: 'many' is not a whole number"),
         (
             lambda: meshwright.train(FLAGS, train_iters="many"),
             "^train_iters: 'many' is not a whole number",
         ),
         (lambda: meshwright.train(FLAGS, num_gpus_per_node=2), "meshwright launch"),
         (lambda: meshwright.train(meshwright.TrainConfig(), seed=1), "beside a TrainConfig"),
-        (lambda: meshwright.load("nowhere"), "nowhere"),
         (lambda: meshwright.load("nowhere", device="abacus"), "^device abacus: torch sees no such"),
-        (lambda: meshwright.load("nowhere", dtype="nn"), "dtype 'nn' is unknown"),
         (lambda: meshwright.load("nowhere", bf16=True), "load\\(\\) does not use bf16"),
-        (
-            lambda: meshwright.load("nowhere", num_attention_heads=-1),
-            "^num_attention_heads=-1 must",
-        ),
-        (
-            lambda: meshwright.convert("nowhere", "there", temperature=0.5),
-            "does not use temperature",
-        ),
         (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
         (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
     ],
@@ -179,7 +168,6 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
             lambda: meshwright.train(preset="gpt2-117m"),
             "data_path is needed (a prefix written by `meshwright prep",
         ),
-        (lambda: meshwright.train(preset="gpt2-117m"), "or mock_data=True"),
         (
             lambda: meshwright.train(bf16=True, fp16=True),
             "fp16=True and bf16=True cannot be combined",
@@ -196,8 +184,6 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
             lambda: meshwright.train(lora=True),
             "lora is refused: load=DIR with finetune=True trains",
         ),
-        (lambda: meshwright.train(epochs=2), "unknown setting 'epochs'; here it is train_epochs"),
-        (lambda: meshwright.train(WRITTEN, num_layers=0), "--lr: 'fast' is not a number"),
         (
             lambda: meshwright.train(WRITTEN, num_layers=0),
             "hidden_size, num_attention_heads, micro_batch_size, ",
@@ -213,16 +199,8 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
             "leave the target's sizes out, or choose torch",
         ),
         (
-            lambda: meshwright.convert("a", "b", to="torch", tensor_parallel=0),
-            "tensor and of pipeline ranks must be",
-        ),
-        (
             lambda: meshwright.generate("a/--save/flag", "x"),
             "there is no folder a/--save/flag; give the save folder",
-        ),
-        (
-            lambda: meshwright.evaluate("a/flags.d", ["x"]),
-            "there is no folder a/flags.d; give the save folder",
         ),
     ],
 )
@@ -247,17 +225,15 @@ def test_load(run):
     assert meshwright.generate(run.folder, "a", max_new_tokens=1, greedy=True) == greedy
 
 
-def test_a_model_can_be_copied(run):
+def test_a_model_can_be_copied(m):
     """With a cache and a lock of its own, also to another process."""
-    m = meshwright.load(run.folder, device="cpu")
     for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):  # noqa: S301  made here
         assert other.lock is not m.lock and not other.decoders
         assert torch.equal(other.logits("abc"), m.logits("abc"))
 
 
-def test_the_network_maps_ids_to_logits(run):
+def test_the_network_maps_ids_to_logits(m):
     """Called with ids alone it returns what `logits` does, without the columns that only pad."""
-    m = meshwright.load(run.folder, device="cpu")
     ids = torch.tensor([m.encode("abc"), m.encode("xyz")])
     logits = m.model(ids)
     assert logits.shape == (2, 3, 257) and m.model.wte.weight.shape[0] > 257
@@ -270,8 +246,6 @@ def test_the_network_maps_ids_to_logits(run):
     ("options", "message"),
     [
         ({"temperature": -1.0}, "temperature -1 must not be below 0"),
-        ({"top_p": 1.5}, "top_p 1.5"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0"),
         ({"prompt": "x" * 16}, "16 tokens; the model reads 16"),
         ({"prompt": [999]}, "token id 999"),
         ({"prompt": ["a", "x" * 16]}, "prompt 1 has 16 tokens; the model reads 16, shorten it"),
@@ -280,14 +254,12 @@ def test_the_network_maps_ids_to_logits(run):
         ({"batch_size": 0}, "batch_size 0 must be above 0"),
     ],
 )
-def test_generate_refuses_what_makes_no_sense(run, options, message):
-    m = meshwright.load(run.folder)
+def test_generate_refuses_what_makes_no_sense(m, options, message):
     with pytest.raises(meshwright.UserError, match=re.escape(message)):
         m.generate(options.pop("prompt", "a"), **options)
 
 
-def test_options_of_transformers_are_answered_with_ours(run):
-    m = meshwright.load(run.folder)
+def test_options_of_transformers_are_answered_with_ours(m):
     words = {
         "do_sample": "greedy",
         "max_length": "max_new_tokens",
@@ -304,8 +276,7 @@ def test_options_of_transformers_are_answered_with_ours(run):
         m.generate("a", q=1, max_new_token=2)
 
 
-def test_generate_takes_a_list(run, tmp_path):
-    m = meshwright.load(run.folder)
+def test_generate_takes_a_list(run, m, tmp_path):
     options = {"max_new_tokens": 4, "seed": 3}
     texts = m.generate(["ab", "c", "ab", ""], **options)
     assert len(texts) == 4 and texts[0] == m.generate("ab", **options) != texts[2]

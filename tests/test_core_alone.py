@@ -26,7 +26,7 @@ STEPS = "--global-batch-size 8 --lr 1e-2 --eval-iters 1 --eval-interval 4 --log-
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone in which only the core is left."""
     clone = tmp_path_factory.mktemp("core")
-    ignored = shutil.ignore_patterns("apps", "compat", "__pycache__", "*.egg-info")
+    ignored = shutil.ignore_patterns("apps", "compat", "*.egg-info")
     shutil.copytree(ROOT / "src", clone / "src", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", clone)
     lines = (
@@ -68,12 +68,12 @@ def run(clone: Path, *commands: str) -> str:
 
 def test_text_to_a_model_that_is_exported(core: Path) -> None:
     training = f"train {MODEL} {STEPS} --data-path text_text_document --tokenizer words --save run --load run"
-    ranks = f"launch --nproc-per-node 2 --master-port {free_port()}"
+    ranks = f"launch --nproc-per-node 1 --master-port {free_port()}"
     commands = (
         "train-tokenizer --input text.jsonl --vocab-size 300 --output words",
         "preprocess --input text.jsonl --output-prefix text --tokenizer words --append-eod",
         f"{ranks} {training} --train-iters 4",
-        f"{training} --train-iters 8 --override-opt_param-scheduler",  # on one rank
+        f"{training} --train-iters 8 --override-opt_param-scheduler",
         "generate run --prompt 'the old cat sits' --max-new-tokens 4",
         "convert run exported --to huggingface",
         "inspect run",

@@ -85,6 +85,7 @@ def test_readme_commands(
     home = place / "readme"
     home.mkdir()
     monkeypatch.chdir(home)
+    monkeypatch.setattr("meshwright.training.state.folder.LivePage.draw", lambda page: None)
     for name in ("pretrain_gpt.py", "tools", "src", "gpt2-vocab.json", "gpt2-merges.txt"):
         (home / name).symlink_to(place / name)
     (home / "corpus.jsonl").symlink_to(place / "oscar-1GB.jsonl")
@@ -97,6 +98,7 @@ def test_readme_commands(
     for line in [line for page in MORE for line in documented(*page)]:
         # without a network
         line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")
+        line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
         words = shlex.split(line)
         if "--preset" in words:  # later flags win over the preset's
             chosen = {k: v for k, v in SMALLER.items() if k != "save-interval" or "--save" in words}

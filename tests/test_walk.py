@@ -94,7 +94,7 @@ def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, dict[s
     stand_in(monkeypatch)
     given = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", str(folder / "data")]
     try:
-        assert main(["train", *given, "--train-iters=4", "--eval-iters=0"]) == 0
+        assert main(["train", *given, "--train-iters=4", "--eval-iters=0", "--num-layers=1"]) == 0
     finally:
         sys.setprofile(None)
     return [by_file(on_the_walk), by_file(in_all)]

@@ -1,4 +1,4 @@
-"""meshwright COMMAND: the registry names its module, which is imported when it is called."""
+"""meshwright COMMAND: find the command in the registry, import its module and call it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.base.host import MORE_MEMORY, describe_lack
 from meshwright.base.storage.addresses import shown
 from meshwright.runtime.ranks.orphans import die_with_launcher
 
-# What the list says of each command of ours.
+# Our commands, with their lines in the list.
 COMMANDS = {
     "quickstart": "make a model of your own text, in ten minutes",
     "demo": "train a small model on this machine, in some minutes",
@@ -54,7 +54,7 @@ COMMANDS = {
     "completion": "print the completion script of bash, zsh or fish",
     "help": "explain a command, a group of flags or one flag",
 }
-# In the order of the work; a command that is missing here is listed last.
+# The headings of the list, in the order of the work; a command without one is listed last.
 GROUPS = {
     "Start": "quickstart demo",
     "Text": "train-tokenizer preprocess data",
@@ -64,18 +64,19 @@ GROUPS = {
     "Files": "inspect convert",
     "Help": "help completion doctor bench",
 }
-# Commands that share a line of the list, which fits a terminal.
+# Commands that share a line, so that the list fits a terminal.
 SHARED = {
     "inspect, convert": "show what a checkpoint holds; change its format",
     "doctor, bench": "check this machine; measure the speed of training",
     "help, completion": "explain commands and flags; complete them in a shell",
 }
-# Commands and flags that only print; the result of `data verify` is its exit status too.
+# Commands and flags that only print. Their reader may leave early, which is no failure. `data
+# verify` is missing, because its exit status is a result too.
 READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}
 READ_ONLY |= {"inspect", "report", "watch", "evaluate", "bench", "data inspect", "data plan"}
 PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 
-# What to do about common errors of the system.
+# Advice that follows a common error of the operating system.
 ADVICE = {errno.ENOSPC: "; free space there, or choose another folder"}
 ADVICE |= {
     errno.EDQUOT: ADVICE[errno.ENOSPC],
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = No
     except KeyboardInterrupt:
         _print_error("interrupted")
         return SIGINT
-    # a clone runs without an install, but not without the packages
+    # A clone runs without being installed, but not without the packages.
     except ModuleNotFoundError as e:
         if e.name not in PACKAGES:
             raise
@@ -153,7 +154,7 @@ def _run(name: str, argv: list[str]) -> int:
     if name == "help" and argv:  # help COMMAND [VERB] [TOPIC]
         if argv[0] not in (*commands(), "-h", "--help", "--help-all", "--version", "-V"):
             _help_of_flag(argv[0])
-        known = 2 if argv[0] == "data" and len(argv) > 1 else 1
+        known = 2 if argv[0] == "data" and len(argv) > 1 else 1  # words of the command
         return _run(argv[0], [*argv[1:known], "--help", *argv[known:]])
     if name in ("", "-h", "--help", "--help-all", "help"):
         print(usage())
@@ -169,7 +170,7 @@ def _run(name: str, argv: list[str]) -> int:
         hint = near or "; `meshwright help` lists the commands"
         print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
         return USAGE
-    # a blend of hundreds of files has thousands of maps
+    # Raise the limit of open files: a blend of hundreds of token files has thousands of maps.
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -177,7 +178,7 @@ def _run(name: str, argv: list[str]) -> int:
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard)
         )
-    # Idle threads sleep soon: spinning, GNU OpenMP's default, halves the speed of a busy machine.
+    # Let idle threads sleep soon. GNU OpenMP's default, spinning, halves a busy machine's speed.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return command(argv) or DONE
 
@@ -193,7 +194,7 @@ def _help_of_flag(topic: str) -> None:
 
 
 def _name_as_typed(error: UserError, argv: list[str], spellings: Mapping[str, str]) -> None:
-    """Let an error about settings name them as they were typed."""
+    """Have an error about settings name them as they were typed."""
     from meshwright.config.fields import typed_flags
     from meshwright.config.pages import PAGES
     from meshwright.config.problem import GivenAs, SettingsError, Wording

@@ -87,13 +87,9 @@ def train(
         raise UserError(
             "handle_signals=True works in the main thread only; leave it out in this one"
         )
-    given = (
-        config
-        if isinstance(config, TrainConfig)
-        else shlex.split(config)
-        if isinstance(config, str)
-        else [*config]
-    )
+    if isinstance(config, str):
+        config = shlex.split(config)
+    given = config if isinstance(config, TrainConfig) else [*config]
     with console.quiet(quiet):
         local_rank = given.parallel.local_rank if isinstance(given, TrainConfig) else None
         world = find_world(os.environ, local_rank)
@@ -112,9 +108,9 @@ def train(
 def _complete(
     config: TrainConfig | list[str], settings: dict[str, Any], world: World, has_data: bool
 ) -> tuple[TrainConfig, Mapping[str, Any], Wording, Source | None]:
-    """Return the checked settings of a training, those without effect, and words for them.
+    """Return the checked settings of a training, those without effect, and how errors name them.
 
-    The last is another program's checkpoint of --load, which was opened for its settings.
+    The last element is another program's checkpoint of --load, if it was opened for its settings.
     """
     from meshwright.training.before.resolve import (
         check_settings,
@@ -133,17 +129,17 @@ def _complete(
         raise UserError(
             f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()"
         )
-    if world.size > 1:  # the batch is divided by it
-        size = {"world_size": world.size}
-        config, settings = (
-            ([f"--world-size={world.size}", *config], settings) if config else ([], size | settings)
-        )
+    # The number of ranks divides the batch. It comes first, so that a setting of the caller's wins.
+    if world.size > 1 and config:
+        config = [f"--world-size={world.size}", *config]
+    elif world.size > 1:
+        settings = {"world_size": world.size} | settings
     parsed = flags.parse_settings(
         TrainConfig, config, "meshwright.train", values=settings, check=not has_data
     )
     with in_words(parsed.words):
         completed, start = complete_from_start(parsed)
-        if has_data or completed.checkpoint.load:  # not checked as they were parsed
+        if has_data or completed.checkpoint.load:  # then the parsing has not checked them all
             completed = check_settings(completed, world, has_data)
     note_export(parsed, completed)
     flags.print_notices(parsed)
@@ -162,8 +158,8 @@ def load(
 
     The folder may be of any program that docs/checkpoints.md lists. `device` is a name such as
     "cpu", "cuda" or "cuda:1" (default: an accelerator if there is one). Keyword settings are those
-    of `meshwright generate`, for a folder that lacks something: `vocab_file`, `merge_file`,
-    `tokenizer_model`, `num_attention_heads`, `seq_length`, ...
+    of `meshwright generate` that describe a model, for what the folder does not state:
+    `vocab_file`, `merge_file`, `tokenizer_model`, `num_attention_heads`, `seq_length`, ...
     """
     import torch
 
@@ -216,7 +212,8 @@ def evaluate(
     """Score documents: loss per token, perplexity, bits per byte.
 
     `texts` are the documents. Documents longer than the model's `seq_length` are read in windows
-    that advance by `stride` tokens (default: half the length), each after the first with context.
+    that advance by `stride` tokens (default: half of `seq_length`); the tokens that consecutive
+    windows share are scored once and are context in the later one.
     """
     try:
         from meshwright.apps.evaluate.perplexity import score_texts

@@ -36,12 +36,6 @@ def test_lines_break_at_words(monkeypatch):
     assert console.fit(LONG, io.StringIO()) == LONG and console.fit("short") == "short"
 
 
-def test_a_message_that_begins_with_a_command_is_prose(monkeypatch):
-    open_terminal(monkeypatch)
-    line = f"meshwright data merge: error: out is in use by process 7: wait for it, end it, or change --save; {LONG}"
-    assert "\\" not in console.fit(line)
-
-
 def test_a_broken_command_can_be_copied(monkeypatch):
     open_terminal(monkeypatch)
     words = ["meshwright", "train", *(f"--flag-{n} value" for n in range(20))]

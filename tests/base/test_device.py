@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import warm
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.base import device as devices
@@ -74,25 +75,6 @@ def test_one_file_names_the_kinds_of_accelerator():
     found = [x for path in SOURCE.rglob("*.py") if path not in those for x in find_kinds(path)]
     assert not found, "\n".join(found)
     assert len(list(find_kinds(SOURCE / "base/device.py"))) > 5  # the search itself works
-
-
-NAMING = """torch.cuda.synchronize()
-x.cuda()
-from torch import cuda
-import torch.cuda
-y = f'cuda:{n}'
-x.is_cuda
-ok = device.type == 'cuda'
-from torch.cuda import amp
-f(device='cuda')
-kinds = [Activity.CUDA]"""
-
-
-@pytest.mark.parametrize("line", NAMING.splitlines())
-def test_what_counts_as_naming_a_kind(line, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    (tmp_path / "a.py").write_text(f'"""cuda"""\n{line}  # cuda\nraise E("no cuda here")\n')
-    assert [x.split(": ")[0] for x in find_kinds(tmp_path / "a.py")] == ["a.py:2"]
 
 
 @pytest.fixture
@@ -205,7 +187,6 @@ def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, ca
         missing.startswith("this machine cannot run it: device cuda: torch sees no GPU")
         and "CPU" not in plan
     )
-    assert "cannot run" not in "".join(last_lines("--device=cpu", "--world-size=8"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: "0\n1\n")
     few = "this machine cannot run it: it has 2 devices for 8 ranks; start some on other machines, or take fewer"
@@ -289,9 +270,10 @@ else:
 
 def with_torch_npu(folder, package, program):
     (folder / "torch_npu.py").write_text(package)
+    (folder / "program.py").write_text(program)
     path = os.pathsep.join([str(folder), str(SOURCE.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [warm.programs() / "python", folder / "program.py"],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

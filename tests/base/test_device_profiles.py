@@ -5,10 +5,6 @@ from __future__ import annotations
 import pytest
 
 from meshwright.base.device_profiles import (
-    LAUNCHES,
-    LAYER_LAUNCHES,
-    SECONDS,
-    launch_times,
     load_profile,
     profile_names,
     profile_of,
@@ -26,17 +22,6 @@ def test_every_file_is_a_profile_with_sources(name):
         and profile.links.within.bandwidth >= profile.links.between.bandwidth
     )
     assert profile.kind != "cuda" or profile.flops("float16") < profile.peaks["float16"]
-
-
-def test_one_time_of_a_launch_scales_the_others():
-    """A file of an earlier release has the mean of the 28 launches that it counted in a layer."""
-    twice = launch_times({"launch": 2 * SECONDS["launch"], "launch_node": 1e-5})
-    assert twice["launch_node"] == 1e-5 and twice["launch_view"] == 2 * SECONDS["launch_view"]
-    assert twice["prepare"] == 2 * SECONDS["prepare"] and twice["step"] == SECONDS["step"]
-    layer = sum(
-        n * SECONDS[LAUNCHES[kind]] for way in LAYER_LAUNCHES["fused"] for kind, n in way.items()
-    )
-    assert layer == pytest.approx(28 * SECONDS["launch"], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -189,14 +189,8 @@ NAMES = {
     "metrics.jsonl": (BAD_DATA, "metrics.jsonl: a link out of"),
     ".lock": (IO, f"cannot lock {{run}}/.lock: {LINK}\n"),
     "latest_checkpointed_iteration.txt": (IO, f"latest_checkpointed_iteration.txt: {LINK}\n"),
-    "best_checkpointed_iteration.txt": (
-        IO,
-        "best_checkpointed_iteration.txt: a link, which is not followed",
-    ),
-    "tokenizer": (BAD_DATA, "tokenizer: a link, which is not followed"),
     "tokenizer/meta.json": (BAD_DATA, "tokenizer/meta.json cannot be read: a link out of"),
     "tensorboard": (BAD_DATA, "tensorboard: a link, which is not followed"),
-    "tensorboard/samples": (BAD_DATA, "tensorboard/samples: a link, which is not followed"),
     "iter_0000003.tmp": (DONE, ""),
     "iter_0000003": (DONE, ""),
     "log.txt": (

@@ -109,12 +109,3 @@ def test_an_entry_that_cannot_be_imported_names_its_package(tmp_path, monkeypatc
         "board = no_such_package.board:open_board" in message
         and "mend or uninstall no_such_package" in message
     )
-
-
-def test_metadata_that_nobody_can_read_are_left_out(tmp_path, monkeypatch):
-    install(tmp_path, "another", {"commands": {"read-json": "json:loads"}})
-    broken = tmp_path / "broken-1.0.dist-info" / "entry_points.txt"
-    broken.parent.mkdir()
-    broken.write_text("[meshwright.commands\nwithout an end [meshwright.commands")
-    monkeypatch.setattr(registry.sys, "path", [*registry.sys.path, str(tmp_path)])
-    assert "read-json" in registry.entries("commands")

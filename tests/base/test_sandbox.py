@@ -35,7 +35,7 @@ def work(request: Any) -> Any:
     return {"write": "x" * amount, "nest": request}.get(what, [os.getpid(), len(taken)])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def call() -> Iterator[Sandbox]:
     made = Sandbox(work, memory=256 << 20, seconds=1)
     yield made

@@ -200,15 +200,3 @@ def test_a_run_with_too_few_steps_says_so(tmp_path, capsys):
     assert main(["train", *TINY_FLAGS, *flags]) == 0
     assert "has 2 saved steps, so there is no mean to validate" in capsys.readouterr().out
     assert not read_rows(tmp_path, "average")
-
-
-@pytest.mark.pictures
-def test_the_page_of_a_run_shows_both(trained):
-    assert main(["report", str(trained)]) == 0
-    page = (trained / "report.html").read_text()
-    for words in (
-        "validation, average",
-        "validation loss of the average",
-        "loss of the mean of 3 saved steps",
-    ):
-        assert words in page, words

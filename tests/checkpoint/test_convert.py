@@ -183,31 +183,6 @@ def test_optimizer_state_and_counters_are_converted(tmp_path):
     assert_equal(bare, {name: t.bfloat16() for name, t in a[0].items() if "/" not in name})
 
 
-def test_lions_state_has_no_place_in_megatrons_tree(tmp_path):
-    run, lion = tmp_path / "run", ["--optimizer=lion"]
-    assert (
-        main(["train", *TINY_FLAGS, *lion, "--save", str(run), "--save-hf", str(tmp_path / "hf")])
-        == DONE
-    )
-    said = joined(convert(run, tmp_path / "torch", "--to=torch", status=USAGE))
-    assert (
-        "(exp_avg) is not Adam's: add --no-optimizer" in said and not (tmp_path / "torch").exists()
-    )
-    want = {name: t for name, t in values(run)[0].items() if "/" not in name}
-    convert(run, tmp_path / "torch", "--to=torch", "--no-optimizer")
-    for folder in ("torch", "hf"):
-        assert_equal(values(tmp_path / folder)[0], want)
-    convert(run, tmp_path / "native", "--to=native")
-    assert_equal(values(tmp_path / "native")[0], values(run)[0])
-    adam = str(tmp_path / "adam")
-    assert (
-        main(["train", *TINY_FLAGS, "--exit-interval=3", "--save", adam, "--ckpt-format=torch"])
-        == DONE
-    )
-    assert main(["train", *TINY_FLAGS, *lion, "--load", adam]) == BAD_DATA
-    assert main(["train", *TINY_FLAGS, *lion, "--load", adam, "--no-load-optim"]) == DONE
-
-
 @pytest.mark.flag("dtype")
 def test_precision(folder, tmp_path):
     convert(folder, tmp_path / "half", "--to=huggingface", "--dtype=float16")
@@ -426,6 +401,14 @@ def test_the_commands_of_docs_checkpoints_work(folder, tmp_path, monkeypatch):
 # Memory
 
 
+def test_a_selection_has_the_parts_and_the_vocabulary_of_its_source(tmp_path):
+    weight = {"wte.weight": [TensorView((0, 0), torch.ones(64, 4))]}
+    chosen = select(MappedSource("Megatron", tmp_path, views=weight), dtype="float16")
+    assert chosen.parts("wte.weight") == [(tmp_path.name, Box((0, 0), (64, 4)))]
+    cut = chosen.of_vocabulary(61)
+    assert cut.vocab == 61 and cut.tensors == {"wte.weight": TensorInfo((61, 4), "float16")}
+
+
 def anonymous(status):
     """Return the bytes of memory that is no file's, from a process's status file in /proc."""
     return sum(int(kb) * 1024 for kb in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
@@ -501,11 +484,3 @@ def write_made(source, root):
     source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
     root.mkdir()
     publish.write_step(root, 7, native_files(select(source)))
-
-
-def test_a_selection_has_the_parts_and_the_vocabulary_of_its_source(tmp_path):
-    weight = {"wte.weight": [TensorView((0, 0), torch.ones(64, 4))]}
-    chosen = select(MappedSource("Megatron", tmp_path, views=weight), dtype="float16")
-    assert chosen.parts("wte.weight") == [(tmp_path.name, Box((0, 0), (64, 4)))]
-    cut = chosen.of_vocabulary(61)
-    assert cut.vocab == 61 and cut.tensors == {"wte.weight": TensorInfo((61, 4), "float16")}

@@ -122,7 +122,7 @@ def largest(counts: list[Counter[str]]) -> Counter[str]:
     return Counter({name: max(one[name] for one in leaves) for name in set().union(*counts)})
 
 
-@pytest.mark.parametrize("act", ["save", "read", "full"])
+@pytest.mark.parametrize("act", ["save", "read"])
 def test_costs_of_a_rank_do_not_grow_with_the_ranks(tmp_path: Path, act: str) -> None:
     costs = []
     for size in (4, 32):

@@ -32,7 +32,7 @@ def loaded(path, dtype, capsys, rule="adam"):
     return model, store, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rule", ["adam", "muon"])
+@pytest.mark.parametrize("rule", ["adam", pytest.param("muon", marks=pytest.mark.long)])
 def test_files_hold_the_formats_and_resume_is_exact(tmp_path, capsys, rule):
     sizes = {}
     for dtype in FORMATS:
@@ -58,24 +58,6 @@ def test_files_hold_the_formats_and_resume_is_exact(tmp_path, capsys, rule):
     )
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_a_run_may_go_on_in_another_format(tmp_path, capsys, dtype):
-    """Moments are rounded to the nearest, once; what another program wrote in float32 as well."""
-    path, _, store = made(tmp_path, dtype)
-    before = {n: x for n, (_, _, x) in store.named_state().items()}
-    for other in (name for name in FORMATS if name != dtype):
-        model, again, said = loaded(path, other, capsys)
-        assert "tensors converted from" in said
-        bound = {"float32": 0.0, "bfloat16": 2.0**-8, "float8": 2.0**-3}[other]
-        for name, (_, _, got) in again.named_state().items():
-            want, got = moments.expanded(before[name]), moments.expanded(got)
-            floor = 2.0**-28 if other == "float8" else 0.0
-            assert (
-                (got - want).abs() <= (bound if "/" in name else 0) * want.abs() + floor
-            ).all(), name
-        assert math.isfinite(take_step(model, again).item()) and again.steps == 3
-
-
 def test_an_export_to_megatron_has_float32(tmp_path):
     from meshwright.compat.formats.megatron import writer
 
@@ -93,3 +75,21 @@ def test_an_export_to_megatron_has_float32(tmp_path):
         assert torch.equal(
             part, moments.expanded(store.named_state()[f"h.0.attn.proj.weight/{key}"][2])
         )
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_run_may_go_on_in_another_format(tmp_path, capsys, dtype):
+    """Moments are rounded to the nearest, once; what another program wrote in float32 as well."""
+    path, _, store = made(tmp_path, dtype)
+    before = {n: x for n, (_, _, x) in store.named_state().items()}
+    for other in (name for name in FORMATS if name != dtype):
+        model, again, said = loaded(path, other, capsys)
+        assert "tensors converted from" in said
+        bound = {"float32": 0.0, "bfloat16": 2.0**-8, "float8": 2.0**-3}[other]
+        for name, (_, _, got) in again.named_state().items():
+            want, got = moments.expanded(before[name]), moments.expanded(got)
+            floor = 2.0**-28 if other == "float8" else 0.0
+            assert (
+                (got - want).abs() <= (bound if "/" in name else 0) * want.abs() + floor
+            ).all(), name
+        assert math.isfinite(take_step(model, again).item()) and again.steps == 3

@@ -93,12 +93,12 @@ def faulty(bucket: Bucket, every: int, fault: int | str) -> None:
     bucket.faults = lambda method, key: fault if len(bucket.log) % every == 0 else None
 
 
-@pytest.mark.parametrize("fault", [503, "cut"])
 @pytest.mark.fault("F37")
-def test_requests_that_fail_are_repeated(bucket: Bucket, fault: int | str) -> None:
-    faulty(bucket, 3, fault)
-    assert train(steps=4) == 0
+def test_requests_that_fail_are_repeated(bucket: Bucket) -> None:
+    faulty(bucket, 3, 503)
+    assert train(steps=2) == 0
     lose_disk()
+    faulty(bucket, 4, "cut")
     assert train(steps=4) == 0
     assert steps.latest(local()) == (4, [])
 
@@ -161,23 +161,6 @@ def test_storage_that_refuses_ends_the_run_with_its_step_kept(
     assert "runs/a/iter_0000002/manifest.json" in bucket.objects
 
 
-@pytest.mark.fault("F37")
-def test_a_step_is_saved_here_before_a_failed_upload_ends_the_run(bucket: Bucket) -> None:
-    bucket.faults = lambda method, key: 403 if method == "PUT" and "iter_0000002" in key else None
-    assert train(steps=6) == IO
-    assert steps.list_steps(local()) == [4, 2]
-
-
-def test_steps_are_removed_from_storage_after_a_failure_too(bucket: Bucket) -> None:
-    bucket.faults = lambda method, key: (
-        403 if method == "PUT" and "iter_0000004/index" in key else None
-    )
-    assert train("--save-error=warn", "--keep-last=1", steps=6) == 0
-    assert {key.split("/")[2] for key in bucket.objects if key.endswith("manifest.json")} == {
-        "iter_0000006"
-    }
-
-
 def test_a_run_that_waits_for_its_upload_gives_signs_of_life(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,16 +212,6 @@ def test_an_upload_that_was_killed_goes_on(
     mirror.refresh(local())
     assert steps.latest(local())[0] == 1
     assert manifests.verify_step(steps.step_folder(local(), 1), full=True)
-
-
-@pytest.mark.fault("F36")
-def test_a_step_without_its_manifest_does_not_exist(bucket: Bucket) -> None:
-    assert train(steps=4) == 0
-    del bucket.objects["runs/a/iter_0000004/manifest.json"]
-    bucket.objects["runs/a/latest_checkpointed_iteration.txt"] = b"2"
-    lose_disk()
-    assert train(steps=6) == 0
-    assert read_losses(local())[-2:] and steps.latest(local())[0] == 6
 
 
 @pytest.fixture
@@ -360,14 +333,6 @@ def test_files_that_vanish_meanwhile_do_not_end_an_upload(bucket: Bucket) -> Non
         finally:
             ended.set()
             other.join()
-
-
-def test_a_folder_in_a_run_keeps_its_own_owner(bucket: Bucket) -> None:
-    assert train(f"--run-dir={RUN}/log", steps=2) == 0
-    assert train(f"--run-dir={RUN}/log", steps=4) == 0
-    assert {key for key in bucket.objects if key.startswith("runs/a/log/.")} == {
-        "runs/a/log/.owner.json"
-    }
 
 
 def write_tokens(folder: Path, bucket: Bucket) -> None:
@@ -496,18 +461,6 @@ def test_local_copies_are_where_the_flag_says(bucket: Bucket, tmp_path: Path) ->
     assert train(f"--local-dir={tmp_path}/here", steps=2) == 0
     assert (tmp_path / "here/meshwright-storage/s3/bucket/runs/a/iter_0000002/index.json").exists()
     assert not Path(addresses.default_root()).exists()
-
-
-def test_a_model_in_storage_writes_text(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("--tokenizer=byte", "--vocab-size=257", steps=2) == 0
-    lose_disk()
-    store.forget()
-    mirror.fetch.cache_clear()
-    assert main(["generate", RUN, "--dry-run"]) == 0
-    assert f"fit step 2 in {RUN};" in capsys.readouterr().out
-    assert main(["generate", RUN, "--prompt=a", "--max-new-tokens=3", "--device=cpu"]) == 0
-    assert capsys.readouterr().out.startswith("a")
-    assert not list(steps.step_folder(local(), 2).glob("rank_*"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers import TINY_FLAGS, captured_output
@@ -14,7 +13,6 @@ from meshwright.apps.watch.overview import Watcher
 from meshwright.base.errors import USAGE
 from meshwright.base.storage import addresses, copies, store
 from meshwright.checkpoint import mirror
-from meshwright.data.files.writer import Writer
 from s3 import Bucket, serving_bucket
 
 pytest.importorskip("obstore")
@@ -73,12 +71,8 @@ def both(
 @pytest.mark.parametrize(
     "command",
     [
-        "inspect RUN",
         "inspect RUN --full --tensors",
-        "inspect RUN/iter_0000002 RUN/iter_0000004",
-        "report RUN --losses",
         "report RUN RUN --json",
-        "evaluate RUN --input text.txt --json --device cpu",
         "evaluate RUN --steps all --input text.txt --json --device cpu",
         "generate RUN --prompt a --max-new-tokens 3 --device cpu --seed 1",
     ],
@@ -103,18 +97,6 @@ def test_pages_and_conversions_are_written_here(
     assert main(["convert", RUN, "hf", "--to", "huggingface"]) == 0
     assert (tmp_path / "hf/model.safetensors").exists()
     assert "/cache/" not in capsys.readouterr().out
-
-
-def test_evaluate_reads_token_files(
-    runs: tuple[Bucket, Path], both: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
-) -> None:
-    with Writer(str(tmp_path / "x"), np.uint16) as writer:
-        writer.add(np.arange(97, 107))
-        writer.end_document()
-    for ending in ("bin", "idx"):
-        runs[0].objects[f"data/x.{ending}"] = (tmp_path / f"x.{ending}").read_bytes()
-    local = both("evaluate RUN --data-path x --json --device cpu")[0]
-    assert both("evaluate RUN --data-path s3://bucket/data/x --json --device cpu")[1] == local
 
 
 def test_the_page_of_watch_follows_a_run(

@@ -105,29 +105,6 @@ def test_steps_that_another_run_has_removed_leave_nothing(
     assert steps.list_steps(root) == [2] and not (root / "replaced-1").exists()
 
 
-def take_turn(root: Path) -> None:
-    """Save two steps more and keep one, as `--keep-last 1` does."""
-    with mirror.leased(root):
-        uploader = upload.Uploader(root, [])
-        newest = max(steps.list_steps(root), default=0)
-        for step in (newest + 1, newest + 2):
-            save(root, step)
-            uploader.removed += publish.prune_steps(root, step, 1, None, None)
-            store.forget()
-            uploader.send()
-        uploader.close()
-
-
-def test_machines_that_alternate_keep_no_steps_that_were_pruned(
-    root: Path, tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = on_machine(tmp_path / "b")
-    for machine in (root, other, root, other, root):
-        take_turn(machine)
-    assert steps.list_steps(root) == [10] and steps.list_steps(other) == [8]
-    assert not list(tmp_path.glob("**/replaced-*")) and "WARNING" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "what", ["files are there", "one file is there", "saved anew", "never sent"]
 )

@@ -214,18 +214,6 @@ SEED_000 = """
        --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
        --checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 --fp16
 """
-# Seed 001's test/train_full_8p.sh: TP, PP, and what `ascend-...` presets hold too.
-SEED_001 = """
-       --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers {layers}
-       --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} --max-position-embeddings {seq}
-       --micro-batch-size {micro} --global-batch-size {batch} --train-iters 500000 --lr-decay-iters 320000
-       --save ckpts/ckpts_tmp --data-path ./data/my-gpt_text_sentence --vocab-file ./data/gpt2-vocab.json
-       --merge-file ./data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 1.5e-4
-       --lr-decay-style cosine --min-lr 1.5e-5 --num-workers 16 --weight-decay 1e-2 --clip-grad 1.0
-       --lr-warmup-fraction .01 --log-interval 100 --save-interval 100000 --eval-interval 1000 --eval-iters 10 --fp16
-       --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir --seed 1234 --attention-dropout 0.0 --hidden-dropout 0.0
-       --deepspeed --deepspeed_config=./ds_config.json --zero-stage=0 --deepspeed-activation-checkpointing
-"""
 # Seed 003's args_deepspeed_gpt.sh 2 8 RANK ADDR 2 4 true true 32 512, and 1024 on the second node.
 SEED_003 = """
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
@@ -235,14 +223,6 @@ SEED_003 = """
     --data-path my-gpt2_text_document --deepspeed --deepspeed_config ./ds_config.json --zero-stage 1
     --deepspeed-activation-checkpointing --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
     --DDP-impl local
-"""
-SEED_004 = """
-    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8
-    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-gpus-per-node 1 --num-nodes 1
-    --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document --seq-length 1024
-    --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01
-    --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 --load checkpoint --save checkpoint
-    --save-interval 10000 --log-interval 100 --checkpoint-activations --multihead-attention-fusion --fp16
 """
 # What args_deepspeed_gpt.sh of seed 003 writes, whatever its USE_FP16 says.
 CONFIG_003 = """{

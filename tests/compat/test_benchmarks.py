@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import re
 import shlex
@@ -23,6 +24,8 @@ from documents import (
     steps,
 )
 from helpers import free_port
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
@@ -58,11 +61,20 @@ def flags_of(place: Path, line: str, environment: str = "") -> list[str]:
     return given[given.index("train") + 1 :]
 
 
-def test_seed_003(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TP2 x PP4 on two nodes, ZeRO 1 and fp16 by the JSON file, everything recomputed."""
+def test_both_nodes_are_given_the_same_flags(place: Path) -> None:
+    """Training has fp16, recomputation and, by the JSON file, ZeRO 1 and a loss scale."""
     first, second = (flags_of(place, line) for line in lines(place, 4, **{"32 1024": "2 8"}))
     assert first == [word.replace("ds_config_1.json", "ds_config.json") for word in second]
     assert {"--fp16", "--checkpoint-activations"} < set(first)
+    with contextlib.chdir(place):
+        config = parse_settings(TrainConfig, [*first, "--world-size=8"], "train").config
+    assert (config.parallel.zero_stage, config.precision.initial_loss_scale) == (1, 4096)
+
+
+@pytest.mark.long  # eight ranks
+def test_seed_003(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP2 x PP4 on two nodes, ZeRO 1 and fp16 by the JSON file, everything recomputed."""
+    first, second = (flags_of(place, line) for line in lines(place, 4, **{"32 1024": "2 8"}))
     ends, logs = by_deepspeed(place, [first, second], 4)
     assert ends == [0] * 8, "\n".join(logs)
     assert "loss scale: 4096.0" in logs[0]

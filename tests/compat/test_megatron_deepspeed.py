@@ -15,7 +15,7 @@ from pathlib import Path
 
 import deepspeed_files
 import pytest
-from machines import ADDRESSES, machines
+from machines import machines
 
 from blocks import block, covers
 from documents import (
@@ -145,36 +145,25 @@ def test_seed_000_on_one_node_and_its_samples(place: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
-@pytest.mark.parametrize("where", ["two namespaces", "one machine"])
 @covers("megatron-deepspeed/pretrain-two-nodes")
 def test_seed_000_on_two_nodes(
-    place: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, where: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, machines: tuple[str, str]
 ) -> None:
     """TP2 x PP4 on eight ranks of two launchers, which get their numbers; the second node is
     silent.
     """
     script = seed_000("pretrain-two-nodes")
-    if where == "one machine":
-        script = script.replace(f"MASTER_ADDR={ADDRESSES[0]}", "MASTER_ADDR=127.0.0.1")
-        script = script.replace("checkpoints/pretrain", "checkpoints/local")
     (place / "pretrain_gpt2.sh").write_text(script)
-    commands = [f"bash pretrain_gpt2.sh {n}" for n in range(2)]
-    if where == "two namespaces":
-        names = request.getfixturevalue("machines")
-        commands = [
-            f"ip netns exec {name} {command}" for name, command in zip(names, commands, strict=True)
-        ]
-    logs = run(place, *commands)
-    assert (
-        "tensor-model-parallel size: 2, pipeline-model-parallel size: 4" in logs[0]
-        and " iteration " not in logs[1]
+    commands = (
+        f"ip netns exec {name} bash pretrain_gpt2.sh {number}"
+        for number, name in enumerate(machines)
     )
+    first, second = run(place, *commands)
+    assert "tensor-model-parallel size: 2, pipeline-model-parallel size: 4" in first
+    assert " iteration " not in second
     flags = flags_of(place, script)
-    assert_same(
-        steps(place / flags[flags.index("--save") + 1]),
-        as_one_process(place, flags, monkeypatch),
-        ROUNDING,
-    )
+    ours = steps(place / flags[flags.index("--save") + 1])
+    assert_same(ours, as_one_process(place, flags, monkeypatch), ROUNDING)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +172,7 @@ def trained(place: Path) -> tuple[list[str], list[str]]:
     without the rounding of fp16; return the flags and the logs.
     """
     script = seed_000("pretrain-one-node-many-gpus").replace("--fp16", "--params-dtype float64")
-    flags = with_values(flags_of(place, script), train_iters=6)
+    flags = with_values(flags_of(place, script), train_iters=3)
     ends, logs = by_deepspeed(place, [flags], 8)
     assert ends == [0] * 8, "\n".join(logs)
     return flags, logs
@@ -254,21 +243,6 @@ def test_a_dialogue_through_the_deepspeed_launcher(
         and out.count("Megatron-LM:") >= 2
     )
     assert "generation runs on rank 0; this rank has nothing to do" in out
-
-
-PREPROCESS = ("megatron-deepspeed/preprocess", "oneflow-gpt/preprocess")
-
-
-@pytest.mark.parametrize("name", PREPROCESS)
-@covers(*PREPROCESS)
-def test_preprocess_commands(place: Path, name: str) -> None:
-    prefix = re.search(r"--output-prefix (\S+)", block(name))[1]  # type: ignore[index]
-    for ending in ("bin", "idx", "origin.json"):
-        (place / f"{prefix}_text_document.{ending}").unlink(missing_ok=True)
-    out = shell(place, block(name))
-    assert "Processed 60 documents" in out
-    assert (place / f"{prefix}_text_document.bin").stat().st_size > 0
-    assert (place / f"{prefix}_text_document.idx").stat().st_size == 34 + 60 * 12 + 61 * 8
 
 
 @pytest.mark.parametrize("page", ["docs/from-deepspeed.md", "docs/zh/from-deepspeed.md"])

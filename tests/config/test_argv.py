@@ -57,45 +57,6 @@ def test_flags_and_their_values(argv: list[str], values: dict[str, object]) -> N
     assert not (typed.problems or typed.unknown or typed.words)
 
 
-@pytest.mark.parametrize(
-    ("argv", "problem_text"),
-    [
-        (["--lr"], "argument --lr: expected one argument"),
-        (["--lr", "--fp16"], "argument --lr: expected one argument"),
-        (
-            ["--lr", "-1,0"],
-            "argument --lr: expected one argument; a value that begins with - is written --lr=-1,0",
-        ),
-        (["--keys", "--fp16"], "argument --keys: expected one argument"),
-        (["--pair", "a"], "argument --pair: expected 2 arguments"),
-        (["--pair=a"], "argument --pair: expected 2 arguments"),
-        (["--fp16=1"], "--fp16=1: this flag takes no value; write it alone, or leave it out"),
-        (
-            ["--no_fp16", "True"],
-            "--no-fp16 True: this flag takes no value; write it alone, or leave it out",
-        ),
-        (
-            ["--lr", "1", "--learning_rate", "2"],
-            "--lr and --learning-rate are names of one setting, with different values; give one",
-        ),
-    ],
-)
-def test_problems(argv: list[str], problem_text: str) -> None:
-    [problem] = read_argv(argv, syntax()).problems
-    assert str(problem) == problem_text and len(problem.about) == 1
-
-
-def test_one_value_by_two_names_is_no_mistake() -> None:
-    assert not read_argv(["--lr", "2", "--learning-rate", "1", "--lr", "1"], syntax()).problems
-
-
-def test_every_mistake_is_found() -> None:
-    typed = read_argv(["--lr", "--num-lay", "3", "--pair", "x", "-q", "--fp16=0"], syntax())
-    assert (
-        typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.problems) == 3
-    )
-
-
 def test_words_without_a_flag() -> None:
     both = syntax(ONE, TWO)
     for argv in (["a", "b", "--lr", "1"], ["a", "--lr", "1", "b"], ["--lr", "1", "a", "b"]):
@@ -107,14 +68,6 @@ def test_words_without_a_flag() -> None:
         "c",
     ]
     assert read_argv(["--fp16"], both).missing(both) == {"first": "FIRST"}
-
-
-def test_two_dashes_end_the_flags() -> None:
-    assert read_argv(["--fp16", "--", "--lr"], syntax(ONE)).values == {
-        "fp16": True,
-        "first": "--lr",
-    }
-    assert read_argv(["--fp16", "--", "--lr", "1"], syntax()).unknown == ["--"]
 
 
 def test_a_command_line_within_another() -> None:

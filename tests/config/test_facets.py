@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.base.errors import UserError
-from meshwright.config import check_values, completion, flags, help
+from meshwright.config import completion, flags, help
 from meshwright.config.fields import (
     PATHS,
     baseline_settings,
@@ -81,23 +81,6 @@ def test_a_new_setting_is_copied_by_the_baseline() -> None:
         other: int = flag(2, "left out", proof="")
 
     assert baseline_settings(Step(new=7)) == {"new": 7} and baseline_settings(Later()) == {}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--sample-interval=1 --sample-prompts|See https://example.org for",
-        "--sample-interval=1 --sample-prompts||Once",
-        "--sample-interval=1 --sample-prompts|",
-    ],
-)
-def test_prompts_are_any_text(words: str) -> None:
-    """Neither an address in them nor an empty one, a sample from nothing, is a mistake."""
-    first, *rest = words.split("|")
-    config = flags.parse_settings(
-        TrainConfig, [*first.split(), *rest], "meshwright train", check=False
-    ).config
-    assert config.logging.sample_prompts == rest and not check_values.unusable(config)
 
 
 def test_settings_of_other_commands_are_passed_over(

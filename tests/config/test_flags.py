@@ -46,13 +46,6 @@ def test_precedence(tmp_path, monkeypatch):
     assert [got.sources[name] for name in names] == wanted
 
 
-def test_none_takes_a_value_back(tmp_path):
-    file = tmp_path / "c.toml"
-    file.write_text("ffn_hidden_size = 5\nsave = 'x'\n")
-    got = parse("--config", str(file), "--ffn-hidden-size", "none", "--save", "None").config
-    assert got.model.ffn_hidden_size is None and got.checkpoint.save is None
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -71,18 +64,6 @@ def test_yaml(tmp_path, text):
         (949, 50, 1),
     )
     assert c.training.train_iters == 2000 and type(c.training.train_iters) is int
-
-
-def test_aliases_in_files_and_environment(tmp_path, monkeypatch):
-    file = tmp_path / "c.toml"
-    file.write_text("learning_rate = 0.5\nnorm-epsilon = 1e-6\n")
-    monkeypatch.setenv("MESHWRIGHT_MERGES_FILE", "m.txt")
-    c = parse("--config", str(file)).config
-    assert (c.optimizer.lr, c.model.layernorm_epsilon, c.tokenizer.merge_file) == (
-        0.5,
-        1e-6,
-        "m.txt",
-    )
 
 
 def test_settings_of_the_environment_are_named(monkeypatch, capsys):
@@ -141,29 +122,12 @@ def test_what_others_leave_without_effect_is_noticed(words, notice):
 
 
 def test_the_notices_of_a_loaded_run_know_its_checkpoint(tmp_path, capsys):
-    rope = [
-        "--position-embedding-type",
-        "rope",
-        "--rope-scaling",
-        "linear",
-        "--rope-scaling-factor",
-        "4",
-    ]
-    run = [
-        "train",
-        *TINY_FLAGS,
-        "--eval-iters",
-        "0",
-        "--save",
-        str(tmp_path / "a"),
-        "--exit-interval",
-        "1",
-    ]
-    assert main([*run, *rope]) == 0
+    scaled = "--position-embedding-type rope --rope-scaling linear --rope-scaling-factor 4"
+    run = ["train", *TINY_FLAGS, *f"--eval-iters 0 --exit-interval 1 --save {tmp_path}/a".split()]
+    assert main([*run, *scaled.split()]) == 0
     capsys.readouterr()
-    assert (
-        main([*run, "--load", str(tmp_path / "a"), "--rope-scaling-factor", "4", "--dry-run"]) == 0
-    )
+    again = f"--load {tmp_path}/a --rope-scaling-factor 4 --dry-run"
+    assert main([*run, *again.split()]) == 0
     assert "has no effect" not in capsys.readouterr().err
 
 
@@ -208,17 +172,7 @@ def test_settings_that_amount_to_the_same_are_no_difference():
 def test_print_config_names_sources_and_reads_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_SEED", "7")
     odd = "a b/'\"\\ é 中 😀 \x7f\t#.txt"
-    argv = [
-        "train",
-        *TINY_FLAGS,
-        "--save",
-        odd,
-        "--data-path",
-        "x y",
-        "--adam-eps",
-        "1e-16",
-        "--fp16",
-    ]
+    argv = ["train", *TINY_FLAGS, "--save", odd, "--data-path", "x y", "--adam-eps=1e-16", "--fp16"]
     assert main([*argv, "--print-config"]) == 0
     shown = capsys.readouterr().out
     assert "seed = 7  # environment" in shown and "num_layers = 2  # command line" in shown
@@ -322,10 +276,6 @@ def test_underscores_for_hyphens():
     assert got.data.data_path == ["a_b", "c"]
 
 
-def test_positional():
-    assert parse("runs/x", cls=GenerateConfig, positional="load").config.checkpoint.load == "runs/x"
-
-
 # Refusals
 
 
@@ -358,12 +308,6 @@ def test_a_contradiction_names_the_flag_that_differs(asked, saved, words):
     if "num_query_groups" in asked and asked["num_query_groups"]:
         both = [dataclasses.replace(m, group_query_attention=True) for m in (ours, theirs)]
         assert [*map(str, check_model.contradictions(*both))] == [words]
-
-
-def test_largest_seed_is_taken():
-    assert (
-        parse(*TINY_FLAGS, "--seed", str(2**32 - 3), check=True).config.training.seed == 2**32 - 3
-    )
 
 
 @pytest.mark.fault("F29")
@@ -406,51 +350,21 @@ def test_unknown_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        (
-            "a.yaml",
-            b"!!python/object/apply:os.system ['touch hacked']",
-            "could not determine a constructor",
-        ),
-        ("a.yaml", b"lr: !!python/name:os.system ''", "could not determine a constructor"),
-        ("a.yaml", b"- 1\n- 2\n", "not a table of settings"),
-        ("a.yaml", b"just words", "not a table of settings"),
-        ("a.yaml", b"1: 2\n", "unknown setting '1'"),
-        ("a.yaml", b"lr: {a: 1}\n", "lr in a.yaml: "),
-        ("a.yaml", b"data_path: {a: 1}\n", "data_path in a.yaml: "),
-        (
-            "a.yaml",
-            b"lr: &a [1]\nfp16: *a\nsave: *a\nlr_decay_style: *a",
-            "[1] is not true or false",
-        ),
-        ("a.yaml", b"[" * 5000, "--config"),
-        ("a.yaml", b"a: [", "--config"),
+        ("a.yaml", b"[" * 1500, "--config"),
         ("a.yaml", b"lr: \x00", "--config"),
-        ("a.toml", b"lr = true", "lr in a.toml: "),
-        ("a.toml", b"seed = true", "seed in a.toml: "),
-        ("a.toml", b"lr = inf", "is not a number"),
-        ("a.toml", b"seed = inf", "is not a whole number"),
-        ("a.toml", b"fp16 = 'perhaps'", "is not true or false"),
-        ("a.toml", b"model = 3", "unknown setting 'model'"),
-        ("a.toml", b"[nodel]\nnum_layers = 2", "unknown setting 'nodel'"),
-        (
-            "a.toml",
-            b"batch_size = 2",
-            "no setting batch_size in a.toml; here it is --micro-batch-size",
-        ),
-        ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
         (
             "a.toml",
-            b"a." * 100_000 + b"a = 1",
+            b"a." * 20_000 + b"a = 1",
             "a.toml: a key has more than 8 parts; no file of settings needs that",
         ),
-        ("a.toml", b"lr = 1\n[" + b"a . " * 100_000 + b"a]\n", "a key has more than 8 parts"),
+        ("a.toml", b"lr = 1\n[" + b"a . " * 20_000 + b"a]\n", "a key has more than 8 parts"),
         (
             "a.toml",
-            b"lr = 1 # '\n" + b'\'\'."\\"".' * 50_000 + b"a = 1",
+            b"lr = 1 # '\n" + b'\'\'."\\"".' * 10_000 + b"a = 1",
             "a key has more than 8 parts",
         ),
-        ("a.toml", b"lr = [{" + b"a." * 100_000 + b"a = 1}]", "a key has more than 8 parts"),
+        ("a.toml", b"lr = [{" + b"a." * 20_000 + b"a = 1}]", "a key has more than 8 parts"),
         (
             "a.toml",
             b"".join(b"[a%d]\n" % i for i in range(20_000)),
@@ -476,7 +390,7 @@ QUOTE = "'"
 
 def test_text_in_toml_may_have_dots_and_brackets(tmp_path):
     """Only keys and tables are counted, and an open string takes no longer than a closed one."""
-    dots, path = "a.b.c.d.e.f.g.h.i.j [[ = " * 4_000, tmp_path / "a.toml"
+    dots, path = "a.b.c.d.e.f.g.h.i.j [[ = " * 1_000, tmp_path / "a.toml"
     forms = [
         f'"{dots}"',
         f"'{dots}'",
@@ -487,12 +401,12 @@ def test_text_in_toml_may_have_dots_and_brackets(tmp_path):
     for text in forms:
         path.write_text(f"save = {text}\nseed = 7\n")
         assert parse("--config", str(path)).config.training.seed == 7
-    escaped = '\\"' * 200_000
+    escaped = '\\"' * 50_000
     for text in (
         f'"""{escaped}',
         f'"""{escaped}\\',
-        '"""' * 200_001,
-        f"{3 * QUOTE}{200_000 * QUOTE}",
+        '"""' * 50_001,
+        f"{3 * QUOTE}{50_000 * QUOTE}",
         f'"{escaped}',
     ):
         path.write_text(f"lr = {text}")
@@ -534,11 +448,6 @@ def test_a_file_that_stands_for_gigabytes(tmp_path):
     assert len(refusal("--config", str(tmp_path / "a.yaml"))) < 10_000
 
 
-def test_missing_file_and_folder(tmp_path):
-    assert "No such file" in refusal("--config", str(tmp_path / "none.toml"))
-    assert "directory" in refusal("--config", str(tmp_path))
-
-
 def test_empty_file_is_no_mistake(tmp_path):
     for name in ("a.toml", "a.yaml"):
         (tmp_path / name).write_text("")
@@ -578,15 +487,6 @@ def test_no_effect_takes_its_values():
         assert [n for n in parse(*argv, cls=cls).notices if "is accepted" in n] == wanted
 
 
-def test_padding_is_real_in_training_and_idle_in_preprocessing():
-    got = parse("--make-vocab-size-divisible-by", "8", "--pad-vocab-size-to", "80")
-    assert got.notices == [] and got.config.model.make_vocab_size_divisible_by == 8
-    got = parse(
-        "--make-vocab-size-divisible-by", "8", "--pad-vocab-size-to", "80", cls=PreprocessConfig
-    )
-    assert len(got.notices) == 2
-
-
 # Presets
 
 
@@ -595,14 +495,7 @@ def test_a_length_replaces_that_of_the_preset_or_file(tmp_path):
     argv = ["--preset", "gpt2-117m", "--mock-data", "--vocab-size", "64", "--train-iters", "2000"]
     o = parse(*argv, "--lr-warmup-iters", "200").config.optimizer
     assert (o.lr_warmup_fraction, o.lr_warmup_iters, o.lr_decay_iters) == (None, 200, 1280)
-    argv[-2:] = [
-        "--train-samples",
-        "9000",
-        "--lr-decay-iters",
-        "none",
-        "--lr-warmup-samples",
-        "100",
-    ]
+    argv[-2:] = "--train-samples 9000 --lr-decay-iters none --lr-warmup-samples 100".split()
     c = parse(*argv).config
     assert (c.training.train_iters, c.warmup_samples, c.decay_samples) == (None, 100, 9000)
     (tmp_path / "c.toml").write_text("train_samples = 9000")
@@ -641,9 +534,7 @@ def seconds(*words):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize(
-    ("line", "limit"), [("--help", 0.2), ("train --help", 0.3), ("data --help", 0.3), (PRINT, 0.5)]
-)
+@pytest.mark.parametrize(("line", "limit"), [("train --help", 0.3), (PRINT, 0.5)])
 def test_starts_at_once(line, limit):
     """Count processor time; on a slow machine, in units of a known import."""
     took = []
@@ -763,22 +654,6 @@ def test_every_name_of_the_argument_dump_is_known():
 def test_flags_of_the_other_programs_are_known(flag):
     syntax = syntax_of(TrainConfig)
     assert flag in syntax.options or not answer_unknown(flag, syntax).text.startswith("unknown")
-
-
-def test_a_negative_learning_rate_is_one_mistake(capsys):
-    """The rates below it are not compared with it."""
-    argv = "train --lr -1 --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2"
-    assert (
-        main(
-            [
-                *argv.split(),
-                *"--seq-length 16 --micro-batch-size 1 --train-iters 3 --dry-run".split(),
-            ]
-        )
-        == 2
-    )
-    err = capsys.readouterr().err
-    assert "--lr -1 must be above 0" in err and "is above" not in err
 
 
 # Flags for one start

@@ -17,7 +17,6 @@ from meshwright.config.grammar import (
     OnSpike,
     PipelineLayout,
     Split,
-    split_layers,
 )
 from meshwright.config.schema import Data, Logging, Model, Parallel, TrainConfig, Training
 
@@ -87,14 +86,3 @@ def test_settings_that_are_built_in_python_are_read_too() -> None:
 )
 def test_what_a_text_means(form: TextForm, expected: dict[str, object]) -> None:
     assert {name: getattr(form, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize("text", ["rollback", "rollback:0", "rollback:", "skip:1", "warn:2", ""])
-def test_another_reaction_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is neither off, warn, stop nor rollback:K"):
-        OnSpike.read(text)
-
-
-def test_a_layout_in_both_languages_is_one() -> None:
-    both = PipelineLayout.read("2,1,1"), PipelineLayout.read("[0]*2+[1]+[2]")
-    assert [split_layers(one, 4, 3) for one in both] == [[2, 1, 1]] * 2

@@ -19,7 +19,7 @@ from meshwright.cli.data import verbs
 from meshwright.compat.flags.megatron_flags import NO_EFFECT
 from meshwright.config import fields, help
 from meshwright.config.fields import spelling
-from meshwright.config.pages import PAGES, SHORT
+from meshwright.config.pages import PAGES
 from meshwright.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -65,20 +65,6 @@ def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.Monk
     )
     known = {entry.name for entry in help.entries(seen[0])}
     assert {field for fields in page.common.values() for field in fields.split()} <= known | PLANNED
-
-
-def test_pages_are_of_commands_that_exist() -> None:
-    assert set(PAGES) == set(PAGED), "config/pages.toml has a page for each command"
-    shown = {
-        field
-        for page in PAGES.values()
-        for fields in page.common.values()
-        for field in fields.split()
-    }
-    assert set(SHORT) <= shown, "a short line is for a common flag"
-    for page in PAGES.values():
-        for command in re.findall(r"meshwright (\S+)", " ".join(page.examples)):
-            assert command in COMMANDS
 
 
 def test_every_flag_is_found_in_all_ways(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,21 +138,6 @@ def test_where_docs_explain() -> None:
                 )
 
 
-@pytest.mark.parametrize(
-    "argv, topic",
-    [
-        ("--help", ""),
-        ("-h lr", "lr"),
-        ("--num-layers 2 --help=model", "model"),
-        ("--help-all", "all"),
-        ("--num-layers 2", None),
-        ("-- --help", None),
-    ],
-)
-def test_what_is_asked(argv: str, topic: str | None) -> None:
-    assert help.requested_topic(argv.split()) == topic
-
-
 def test_launch_leaves_what_follows_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         help.requested_topic("--nproc-per-node 2 train --help".split(), names_follow=True) is None
@@ -236,22 +207,13 @@ def test_one_rank_prints_the_help(
     assert main(["train", "--help", "lr"]) == 0 and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    "words, status", [("train --help=lr", 0), ("train --help-all", 0), ("data plan -h", 0)]
-)
-def test_a_reader_that_is_gone(words: str, status: int) -> None:
+def test_a_reader_that_is_gone() -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write) as pipe:
-        argv = [sys.executable, "-m", "meshwright", *words.split()]
+        argv = [sys.executable, "-m", "meshwright", "train", "--help-all"]
         done = subprocess.run(argv, stdout=pipe, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (status, b"")
-
-
-def test_a_closed_standard_input(tmp_path: Path) -> None:
-    program = "import sys; from meshwright.__main__ import main; main(['--version']); print(sys.stdin.read() == '')"
-    argv = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
-    assert subprocess.run(argv, capture_output=True, text=True).stdout.endswith("\nTrue\n")
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def on_terminal(argv: list[str], **more: str) -> str:
@@ -285,13 +247,9 @@ def on_terminal(argv: list[str], **more: str) -> str:
 
 
 def test_bold_headings_and_the_pager_on_terminals_only(tmp_path: Path) -> None:
-    assert "\033[1mModel:\033[0m" in on_terminal(["train", "--help"], PAGER="false")
+    shown = on_terminal(["train", "--help-all"], PAGER="no-such-pager")
+    assert "\033[1m" in shown and "--lr-wsd-decay-style" in shown
     assert "\033[" not in on_terminal(["train", "--help"], NO_COLOR="1")
-    note = f"cat > {tmp_path}/paged"
-    assert on_terminal(["train", "--help-all"], PAGER=note) == ""
-    assert "--lr-wsd-decay-style" in (tmp_path / "paged").read_text()
-    assert "peak learning rate" in on_terminal(["train", "--help", "lr"], PAGER="false")
-    interrupted = f"kill -INT $PPID; sleep 0.4; {note}"  # Ctrl-C is for the pager
+    interrupted = f"kill -INT $PPID; sleep 0.2; cat > {tmp_path}/paged"  # Ctrl-C is for the pager
     assert on_terminal(["train", "--help", "optimizer"], PAGER=interrupted) == ""
     assert "--weight-decay" in (tmp_path / "paged").read_text()
-    assert "--lr-wsd-decay-style" in on_terminal(["train", "--help-all"], PAGER="no-such-pager")

@@ -50,12 +50,6 @@ def test_a_pair_begins_and_ends_at_the_residual_stream(m: Model) -> None:
         assert stream == m.hidden_size != inner, name
 
 
-def test_every_matrix_has_a_rule_of_cuts() -> None:
-    for name, matrix in MATRICES.items():
-        rule = shard.rule(f"h.3.{name}.weight")
-        assert rule.cut == (-2 if matrix.pair == "first" else -1)
-
-
 def test_every_parameter_of_a_layer_has_a_rule() -> None:
     """One without a rule counts as a custom model's, whose gradient is never partial."""
     m = dataclasses.replace(PLAIN, qk_layernorm=True)

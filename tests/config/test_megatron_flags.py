@@ -29,13 +29,6 @@ MEGATRON = dict(
 )
 
 
-def test_the_list_is_whole():
-    assert (
-        len(MEGATRON) > 700
-        and {"--log-progress", "--no-rope-fusion", "--moe-router-topk"} <= MEGATRON.keys()
-    )
-
-
 def test_every_flag_of_megatron_has_an_answer():
     ours = syntax_of(TrainConfig).options
     unknown = [
@@ -45,34 +38,6 @@ def test_every_flag_of_megatron_has_an_answer():
     assert not [
         name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)
     ]
-
-
-def test_flags_of_megatrons_server_name_ours():
-    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests", ""))
-
-
-def test_idle_flags_take_megatrons_values():
-    counts = {name: str(NO_EFFECT[name][0]) for name in NO_EFFECT.keys() & MEGATRON.keys()}
-    assert len(counts) > 150 and counts == {name: MEGATRON[name] for name in counts}
-
-
-def test_idle_flags_leave_the_next_flag_alone():
-    words = [
-        [
-            name,
-            *["1"] * (2 if NO_EFFECT[name][0] == "*" else int(NO_EFFECT[name][0])),
-            "--seed",
-            "7",
-        ]
-        for name in NO_EFFECT.keys()
-        & MEGATRON.keys() - {"--make-vocab-size-divisible-by", "--padded-vocab-size"}
-    ]
-    for argv in words:
-        parsed = parse(*argv)
-        assert parsed.config.training.seed == 7, argv
-        assert [n for n in parsed.notices if n.startswith(argv[0])] == [
-            f"{argv[0]} is accepted and has no effect: {NO_EFFECT[argv[0]][1]}"
-        ]
 
 
 def test_a_switch_that_is_one_of_our_settings(tmp_path):
@@ -87,18 +52,6 @@ def test_a_switch_that_is_one_of_our_settings(tmp_path):
             getattr(getattr(parse("--config", str(tmp_path / "c.yaml")).config, group), field)
             == value
         )
-
-
-def test_other_spellings():
-    got = parse(
-        "--padded-vocab-size", "640", "--persistent-save-interval", "5", "--most-recent-k", "2"
-    ).config
-    assert (
-        got.model.pad_vocab_size_to,
-        got.checkpoint.save_interval,
-        got.checkpoint.keep_last,
-    ) == (640, 5, 2)
-    assert parse("--override-opt-param-scheduler").config.optimizer.override_opt_param_scheduler
 
 
 def test_reasons_are_plain():

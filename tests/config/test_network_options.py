@@ -7,12 +7,10 @@ import re
 
 import pytest
 
-from meshwright.checkpoint.exports import EXPORTS, obstacles
-from meshwright.checkpoint.gpt import PLAIN
+from meshwright.checkpoint.exports import obstacles
 from meshwright.config.checks import torch_format_problems
 from meshwright.config.fast_paths import CAPTURED_DECODER, FUSED_BLOCK, INDIFFERENT, unknown_to
 from meshwright.config.fields import spelling
-from meshwright.config.recipes import KEPT, RESET
 from meshwright.config.schema import (
     ABSENT,
     ABSENT_COMPUTED,
@@ -57,17 +55,6 @@ def test_a_new_field_says_what_networks_without_it_had() -> None:
         f"config/schema.py: give {sorted(missing)} absent=, as older checkpoints have"
     )
     assert fields == ABSENT.keys() | {*ALWAYS_RECORDED}
-
-
-def test_the_default_is_the_network_without_the_option() -> None:
-    """Else a checkpoint without it would differ from a new run with the same flags."""
-    assert {name: getattr(Model(), name) for name in ABSENT} == ABSENT
-
-
-def test_what_follows_from_absent() -> None:
-    assert PLAIN.items() >= ABSENT_COMPUTED.items()
-    assert ABSENT.keys() <= {*RESET, *KEPT} and not KEPT & {*RESET}
-    assert ABSENT.keys() <= EXPORTS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT_COMPUTED.keys() - {"window_attn_skip_freq"}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -11,18 +10,16 @@ from parsing import parse, refusal
 
 import meshwright
 from helpers import TINY_FLAGS
-from meshwright.__main__ import COMMANDS, _name_as_typed, main
+from meshwright.__main__ import COMMANDS, main
 from meshwright.apps.bench.command import BenchConfig
 from meshwright.apps.datasets.commands import DedupConfig
 from meshwright.apps.evaluate.command import EvaluateConfig
 from meshwright.base import hints
 from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
-from meshwright.cli.train_tokenizer import TrainTokenizerConfig
-from meshwright.config import flags
 from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
-from meshwright.config.problem import FLAGS, SettingsError
+from meshwright.config.problem import FLAGS
 from meshwright.config.schema import GenerateConfig, TrainConfig
 from meshwright.config.text_inputs import PreprocessConfig
 from meshwright.generation.language_model import TextOptions
@@ -82,27 +79,6 @@ def test_a_word_without_a_flag_is_answered(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "run.txt"]) == 2 and "--input is needed" in capsys.readouterr().err
 
 
-def test_kubernetes_has_a_short_name():
-    assert parse("--write", "k8s", "train", cls=LaunchConfig).config.write == "kubernetes"
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("train windows", "  --window-size TEXT"),
-        (
-            "train windws",
-            "no group or flag of `meshwright train` is named 'windws'; did you mean --window-size?",
-        ),
-    ],
-)
-def test_help_of_a_word_says_what_works(words, line, capsys):
-    with contextlib.suppress(SystemExit):
-        main(["help", *words.split()])
-    printed = "".join(capsys.readouterr())
-    assert line in printed and "--help windo" not in printed
-
-
 def test_errors_name_the_typed_spelling(capsys):
     rest = [flag for flag in TINY_FLAGS if not flag.startswith("--lr")]
     words = [
@@ -124,30 +100,6 @@ def test_errors_name_the_typed_spelling(capsys):
         "--n_embd;",
     ):
         assert line in said
-
-
-def test_a_missing_value_hides_no_other_mistake():
-    said = refusal(
-        "--compile",
-        "--learning_rat",
-        "3",
-        "--n_embd=3",
-        "--window-size",
-        "-1,0",
-        "--lr",
-        check=True,
-    )
-    for line in (
-        "argument --compile: expected one argument\n",
-        "unknown flag --learning_rat; ",
-        "--n_embd; here it is --hidden-size",
-        "argument --window-size: expected one argument; a value that begins with - is written --window-size=-1,0",
-        "--num-layers, --num-attention-heads, --seq-length, --micro-batch-size, --train-iters and --data-path are ",
-    ):
-        assert line in said
-    assert said.count("--lr") == 1
-    said = refusal("--output", "a", "--vocab-size", cls=TrainTokenizerConfig)
-    assert said == "argument --vocab-size: expected one argument"
 
 
 @pytest.mark.parametrize("typed", ["--epochs 3", "--lr fast", "--lora"])
@@ -215,55 +167,6 @@ def test_every_answer_exists():
             assert kind == "flags" or not any(word in names for word in words.split()), answer
 
 
-def test_a_length_in_epochs_is_refused_in_its_words() -> None:
-    """A run makes samples of it, which nobody typed."""
-
-    def refused(typed: str) -> str:
-        error = SettingsError(
-            "{train_samples} (2 samples) counts from the beginning; raise {train_samples}"
-        )
-        _name_as_typed(error, ["train", *typed.split()], {})
-        return str(error)
-
-    words = "(2 samples) counts from the beginning; raise"
-    for typed, name in {
-        "--train-epochs 1": "--train-epochs",
-        "--num_train_epochs=1": "--num_train_epochs",
-    }.items():
-        assert refused(typed) == f"{name} {words} {name}"
-    for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
-        assert "epochs" not in refused(typed)
-
-
-@pytest.mark.parametrize("of", ["command line", "file", "Python"])
-def test_a_setting_under_another_name_counts_as_given(of, tmp_path):
-    """Only its name is reported, not also that it is missing."""
-    words = {
-        "epochs": 2,
-        "n_layer": 2,
-        "n_embd": 64,
-        "n_head": 2,
-        "block_size": 16,
-        "batch_size": 8,
-    }
-    others = ["--lr", "1e-3", "--mock-data", "--vocab-size", "64"]
-    if of == "command line":
-        said = refusal(*others, *(f"--{name}={value}" for name, value in words.items()), check=True)
-    elif of == "file":
-        (tmp_path / "c.toml").write_text(
-            "".join(f"{name} = {value}\n" for name, value in words.items())
-        )
-        said = refusal(*others, "--config", str(tmp_path / "c.toml"), check=True)
-    else:
-        with pytest.raises(UserError) as caught:
-            flags.parse_settings(TrainConfig, others, "x", values=words)
-        said = str(caught.value)
-    assert (
-        said.count("here it is") == len(words) == len(said.splitlines()) - 1
-        and "needed" not in said
-    )
-
-
 def test_a_choice_of_on_and_off_takes_true_and_false():
     assert [parse(f"--compile={word}").config.training.compile for word in ("True", "false")] == [
         "on",
@@ -273,8 +176,3 @@ def test_a_choice_of_on_and_off_takes_true_and_false():
         parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr
         == 1e-3
     )
-
-
-def test_the_longest_warm_up_that_fits_is_named():
-    said = refusal(*TINY_FLAGS, "--train-iters=5", "--lr-warmup-iters=10", check=True)
-    assert said.endswith("the decay's 5 iterations; shorten it to 4 or less")

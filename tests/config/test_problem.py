@@ -10,12 +10,9 @@ from parsing import refusal
 import meshwright
 from meshwright.config.problem import (
     KEYWORDS,
-    NAMES,
     GivenAs,
     Problem,
-    SettingsError,
     Wording,
-    in_words,
     plain,
     with_missing_last,
     with_value,
@@ -53,13 +50,6 @@ def test_a_value_is_no_name(value: str) -> None:
     assert Wording().render(plain(f"{value} is no folder")) == f"{value} is no folder"
 
 
-def test_numbers_have_no_needless_digits() -> None:
-    values = {1.0: "1", 0.1: "0.1", 1e-5: "1e-05", 1.23456789: "1.23456789", None: "none"}
-    assert {value: NAMES.render(with_value("lr", value)) for value in values} == {
-        value: f"lr {text}" for value, text in values.items()
-    }
-
-
 def test_a_setting_is_named_as_it_was_given() -> None:
     given = {
         "lr": GivenAs("--learning-rate"),
@@ -74,11 +64,6 @@ def test_a_setting_is_named_as_it_was_given() -> None:
     )
 
 
-def test_a_switch_of_a_file_is_written_as_there() -> None:
-    words = Wording(given={"fp16": GivenAs("fp16", " = ", " in a.toml"), "bf16": GivenAs("--bf16")})
-    assert words.render("{fp16=True} and {bf16=True}") == "fp16 = true in a.toml and --bf16"
-
-
 def test_several_missing_settings_share_the_last_line() -> None:
     first, last = (
         Problem(("lr",), "{lr} is needed: a", "missing"),
@@ -90,11 +75,6 @@ def test_several_missing_settings_share_the_last_line() -> None:
         "--lr and --save are needed too",
     ]
     assert with_missing_last([first, wrong]) == [first, wrong]
-
-
-def test_the_innermost_words_count() -> None:
-    with pytest.raises(SettingsError, match=r"^lr=0\.1$"), in_words(Wording()), in_words(KEYWORDS):
-        raise SettingsError("{lr=0.1}")
 
 
 def test_each_source_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,23 +95,6 @@ def test_a_name_of_another_program_is_answered_where_it_stands(tmp_path: Path) -
     said = refusal(*SMALL, *LENGTH, "--lr=1", "--config", str(tmp_path / "a.toml"))
     assert said.startswith(
         f"no setting batch_size in {tmp_path / 'a.toml'}; here it is --micro-batch-size"
-    )
-
-
-def test_a_mistake_is_not_hidden_by_advice() -> None:
-    """A setting that another problem only advises is checked all the same."""
-    said = refusal(
-        *SMALL,
-        *LENGTH,
-        "--lr=1",
-        "--clip-grad=x",
-        "--on-spike=rollback:2",
-        "--no-save-optim",
-        check=True,
-    )
-    assert (
-        "--clip-grad: 'x' is not a number" in said
-        and "--on-spike rollback:2 goes back to a checkpoint" in said
     )
 
 

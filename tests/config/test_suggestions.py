@@ -46,31 +46,6 @@ def test_the_prefix_that_preprocess_was_given_is_no_dead_end(words, tmp_path, mo
     assert "; did you mean my-text_text_document?" in capsys.readouterr().err
 
 
-def test_help_without_a_command_searches_the_flags_of_train(capsys):
-    for topic, known in (
-        ("lr", "--lr"),
-        ("--lr", "--lr"),
-        ("resume", "--load"),
-        ("learning", "--lr"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            main(["help", topic])
-        out = capsys.readouterr().out
-        assert (
-            end.value.code == 0
-            and known in out
-            and f"this is `meshwright help train {topic}`" in out
-        )
-
-
-def test_words_of_other_programs_bring_up_ours(tmp_path, capsys):
-    assert (
-        main(["train", "--max-tokens", "5"]) == 2
-        and "--max-new-tokens" not in capsys.readouterr().err
-    )
-    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "hf"]) == 65
-
-
 def test_a_wrong_input_brings_up_what_is_named_like_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-texts").mkdir()

@@ -10,7 +10,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -20,29 +19,22 @@ import numpy as np
 import pytest
 from corpora import run_data, write_pair
 
-from helpers import tokens_of
+import warm
 from meshwright.__main__ import main
 from meshwright.apps.datasets import forecast
 from meshwright.base.errors import UserError
 from meshwright.data import ahead
 from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
-from meshwright.data.statistics import describe_lengths, document_lengths, summary, token_counts
+from meshwright.data.statistics import document_lengths, summary, token_counts
 from meshwright.data.text import limits
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
-TRAIN = [
-    "--seq-length",
-    "16",
-    "--train-samples",
-    "400",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-]
-TRAIN += ["--eval-iters", "2", "--eval-interval", "20"]
+TRAIN = (
+    "--seq-length 16 --train-samples 400 --micro-batch-size 2 --global-batch-size 8 "
+    "--eval-iters 2 --eval-interval 20"
+).split()
 
 
 def make_documents(
@@ -68,17 +60,6 @@ def check(prefix: str) -> verify.Findings:
 
 def two_pairs(folder: Path) -> list[str]:
     return [write_pair(folder / name, make_documents(60, n)) for n, name in enumerate("ab", 1)]
-
-
-def test_verbs_are_listed_and_near_ones_named() -> None:
-    verbs = "verify inspect index plan merge merge-json dedup".split()
-    status, out, _ = run_data()
-    assert status == 2 and all(verb in out for verb in verbs)
-    assert "did you mean inspect" in run_data("inspct")[2]
-    for verb in verbs:
-        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
-            main(["data", verb, "--help"])
-        assert f"meshwright data {verb}" in out.getvalue()
 
 
 # verify
@@ -154,17 +135,10 @@ def test_uncounted_ends_of_documents_are_recognised(tmp_path: Path) -> None:
 
 
 def test_share_of_documents_that_end(tmp_path: Path) -> None:
-    a = write_pair(tmp_path / "a", make_documents(30, 1) + make_documents(10, 2, eod=None))
-    ended = sum(1 for s in make_documents(30, 1) if s)
-    there = ended + sum(1 for s in make_documents(10, 2, eod=None) if s)
+    a = write_pair(tmp_path / "a", [*[[[1, EOD]]] * 3, [[1, 2]]])
     status, out, err = run_data("verify", a, "--tokenizer-type", "ByteTokenizer")
-    assert status == 0 and f"{ended / there:.2%} of the documents end with 256" in out
-    assert f"{there - ended} of {there} documents do not end with 256" in err
-    b = write_pair(tmp_path / "b", make_documents(30, 3, eod=None))
-    assert (
-        "none of the documents end with 256"
-        in run_data("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
-    )
+    assert status == 0 and "75.00% of the documents end with 256" in out
+    assert "1 of 4 documents do not end with 256" in err
 
 
 def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,17 +154,6 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     counted = document_lengths(Indexed(prefix))
     assert dict(zip(*map(np.ndarray.tolist, counted), strict=True)) == dict(lengths)
     assert token_counts(Indexed(prefix)).sum() == len(Indexed(prefix).tokens)
-
-
-def test_damaged_index_caches_are_reported(tmp_path: Path) -> None:
-    a = write_pair(tmp_path / "a", make_documents(40))
-    run_data("index", "--data-path", a, *TRAIN)
-    status, out, _ = run_data("verify", a)
-    assert status == 0 and re.search(r"index-cache: intact: \d+ entries", out)
-    path = next((tmp_path / "index-cache").glob("*_doc_idx.npy"))
-    path.write_bytes(path.read_bytes()[:-1])
-    status, out, _ = run_data("verify", a)
-    assert status == 65 and f"the checksum of {path.name} differs" in out
 
 
 # inspect
@@ -222,52 +185,13 @@ def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     assert "most_frequent" not in summary(Indexed(prefix), 0, None)
 
 
-def test_quantiles_are_lengths_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = (0, 0.25, 0.26, 0.75, 0.76, 1)
-    monkeypatch.setattr("meshwright.data.statistics.QUANTILES", shares)
-    facts = describe_lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
-    assert facts["quantiles"] == dict(zip(map(str, shares), [3, 3, 7, 7, 90, 90], strict=True))
-    assert facts["histogram"] == [
-        (2, 3, 1),
-        (4, 7, 2),
-        (8, 15, 0),
-        (16, 31, 0),
-        (32, 63, 0),
-        (64, 127, 1),
-    ]
-    assert describe_lengths(np.array([0, 1, 2]), np.array([5, 1, 1]))["histogram"] == [
-        (0, 0, 5),
-        (1, 1, 1),
-        (2, 3, 1),
-    ]
-    assert describe_lengths(np.array([]), np.array([]))["mean_length"] == 0
-
-
-def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    prefix = write_pair(tmp_path / "name-of-it", make_documents(20))
-    merging = ["merge", prefix, "--output-prefix", f"{prefix}2"]
-    for argv, told in ((["verify", prefix], "name-of-it"), (merging, "merging")):
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(Terminal()) as err,
-        ):
-            assert main(["data", *argv]) == 0
-        assert told in err.getvalue() and "kB" in err.getvalue()
-
-
 def test_inspect_may_lose_its_reader(tmp_path: Path) -> None:
     """`inspect | head` succeeds; a `verify` whose result was not read does not."""
     prefix = write_pair(tmp_path / "a", make_documents(20))
     for verb, status in (("inspect", 0), ("verify", 74)):
         end, pipe = os.pipe()
         os.close(end)
-        done = subprocess.run(
-            [sys.executable, "-m", "meshwright", "data", verb, prefix], stdout=pipe
-        )
+        done = subprocess.run([warm.programs() / "meshwright", "data", verb, prefix], stdout=pipe)
         os.close(pipe)
         assert done.returncode == status, verb
 
@@ -299,7 +223,7 @@ def test_one_document(tmp_path: Path) -> None:
 
 @pytest.mark.flag("sample sample_set")
 def test_one_training_sample(tmp_path: Path) -> None:
-    """Its ids are those of the training, and each stretch is at its reported place."""
+    """Its ids are those of the training."""
     from meshwright.cli.data import InspectConfig
     from meshwright.config import flags
     from meshwright.data.datasets import build_datasets
@@ -314,14 +238,6 @@ def test_one_training_sample(tmp_path: Path) -> None:
         facts = json.loads(out)
         dataset = expected[name]
         assert status == 0 and dataset is not None and facts["ids"] == dataset[7].tolist()
-        for piece in facts["pieces"]:
-            token, number, prefix = re.fullmatch(
-                r"token (\d+) of document (\d+) in (.*)", piece["from"]
-            ).groups()  # type: ignore[union-attr]
-            held = tokens_of(Indexed(prefix), int(number))[
-                int(token) : int(token) + piece["tokens"]
-            ].tolist()
-            assert held == facts["ids"][piece["position"] : piece["position"] + piece["tokens"]]
         assert sum(piece["tokens"] for piece in facts["pieces"]) == 17
     _, out, _ = run_data("inspect", a, "--sample", "3", *TRAIN, "--tokenizer-type", "ByteTokenizer")
     assert out.startswith("sample 3 of train: 17 tokens") and "--- " in out
@@ -444,29 +360,11 @@ def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
     assert status == 2 and all(
         f"--{name}" in err for name in ("seq-length", "train-iters", "global-batch-size")
     )
-    large = [
-        "index",
-        "--data-path",
-        a,
-        "--seq-length",
-        "16",
-        "--train-iters",
-        "4",
-        "--micro-batch-size",
-        "2",
-    ]
-    large += ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
+    large = f"index --data-path {a} --seq-length 16 --train-iters 4 --micro-batch-size 2".split()
+    large += "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4".split()
     status, _, err = run_data(*large)
     assert status == 2 and "will run on 32 ranks" in err
     assert run_data(*large, "--global-batch-size", "8")[0] == 0
-    if os.geteuid():
-        (tmp_path / "no").mkdir(mode=0o500)
-        assert (
-            run_data(
-                "index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x")
-            )[0]
-            == 74
-        )
     (tmp_path / "file").write_text("")
     status, _, err = run_data(
         "index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file")
@@ -502,18 +400,8 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     from meshwright.data.datasets import build_datasets
 
     prefixes = [write_pair(tmp_path / name, make_documents(60, n)) for n, name in enumerate("abc")]
-    argv = [
-        "--data-path",
-        "5",
-        prefixes[0],
-        "0.3",
-        prefixes[1],
-        "2",
-        prefixes[2],
-        *TRAIN,
-        "--split",
-        "80,20,0",
-    ]
+    blend = [word for pair in zip(("5", "0.3", "2"), prefixes, strict=True) for word in pair]
+    argv = ["--data-path", *blend, *TRAIN, "--split", "80,20,0"]
     status, out, _ = run_data("plan", *argv, "--json")
     facts = json.loads(out)
     sets = {one["set"]: one for one in facts["sets"]}
@@ -534,13 +422,6 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
             epochs = source["samples"] * 16 / mine.sum()
             assert source["tokens"] == mine.sum() and source["epochs"] == pytest.approx(epochs)
     assert sum(s["samples"] for s in sets["train"]["sources"]) == 400
-    assert facts["sets"][2] == {
-        "set": "test",
-        "samples": 0,
-        "counted": "--split 80,20,0 gives it no share",
-        "sources": [],
-    }
-    assert not any("test" in line for line in facts["warnings"])
     _, out, err = run_data("plan", *[w if w != "400" else "40000" for w in argv])
     assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
 
@@ -557,49 +438,15 @@ def test_a_length_in_epochs(tmp_path: Path) -> None:
     status, out, _ = run_data("plan", *blend, "--train-epochs", "2")
     assert status == 0 and f"train: {samples:,} samples" in out
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 1e-3 --tokenizer-type ByteTokenizer"
-    argv = [
-        "train",
-        "--data-path",
-        a,
-        *rest,
-        *model.split(),
-        "--device",
-        "cpu",
-        "--eval-iters",
-        "0",
-        "--dry-run",
-    ]
+    argv = ["train", "--data-path", a, *rest, *model.split(), "--device=cpu", "--dry-run"]
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         assert main([*argv, "--train-epochs", "0.5"]) == 0
         assert "--train-epochs 0.5 of this data: --train-samples " in err.getvalue()
-        refused = {
-            ("--train-epochs", "1e-9"): "is 0 samples of this data, less than one global batch of",
-            (
-                "--train-epochs",
-                "1",
-                "--train-iters",
-                "3",
-            ): "--train-iters and --train-epochs both set the length",
-            (
-                "--train-epochs",
-                "1",
-                "--lr-warmup-iters",
-                "3",
-            ): "cannot be mixed with --train-epochs",
-            (
-                "--train-epochs",
-                "1",
-                "--lr-decay-samples",
-                "1",
-                "--lr-warmup-samples",
-                "3",
-            ): "--lr-warmup-samples",
-        }
-        for flags, reason in refused.items():
-            assert main([*argv, *flags]) != 0 and reason in err.getvalue().splitlines()[-1]
+        assert main([*argv, "--train-epochs", "1e-9"]) != 0
+        assert "is 0 samples of this data, less than one global batch of" in err.getvalue()
 
 
 def test_plan_of_a_set_without_a_document(tmp_path: Path) -> None:
@@ -722,28 +569,20 @@ def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     prefixes = [write_pair(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
     meet, copy = threading.Barrier(3), merge.copy_tokens
 
+    patience = [20.0]
+
     def together(*given: Any) -> None:
-        meet.wait(0.5)
+        meet.wait(patience[0])
         copy(*given)
 
     monkeypatch.setattr(merge, "copy_tokens", together)
-    assert (
-        run_data(
-            "merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed"
-        )[0]
-        == 0
-    )
+    merging = ["merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--overwrite"]
+    assert run_data(*merging, "--merge", "distributed")[0] == 0
     assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
+    (tmp_path / "out.origin.json").unlink()
+    patience[0] = 0.05
     with pytest.raises(threading.BrokenBarrierError):
-        run_data(
-            "merge",
-            *prefixes,
-            "--output-prefix",
-            str(tmp_path / "out"),
-            "--merge",
-            "serial",
-            "--overwrite",
-        )
+        run_data(*merging, "--merge", "serial")
 
 
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -760,22 +599,11 @@ def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = write_pair(tmp_path / "a", make_documents(5))
     for rank in ("1", "0"):
-        for name, value in {
-            "RANK": rank,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1",
-        }.items():
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", **meeting}.items():
             monkeypatch.setenv(name, value)
-        status, out, _ = run_data(
-            "merge",
-            "--datasets",
-            a,
-            "--output-prefix",
-            str(tmp_path / "x"),
-            "--merge",
-            "distributed",
-        )
+        merging = f"merge --datasets {a} --output-prefix {tmp_path}/x --merge distributed"
+        status, out, _ = run_data(*merging.split())
         assert status == 0 and (tmp_path / "x.idx").exists() == bool(out) == (rank == "0")
 
 
@@ -829,24 +657,8 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     assert run_data("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
 
 
-def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_bytes(
-        "\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g"
-    )
-    (tmp_path / "in" / "b.jsonl").write_bytes('{"text": "a\u2028b\x85c"}\n'.encode())
-    out = tmp_path / "out.json"
-    status, told, _ = run_data(
-        "merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line"
-    )
-    texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
-    assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
-    assert f"left out 1 bad line: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
-
-
-@pytest.mark.parametrize("each_line", [False, True])
 def test_lines_too_long_for_memory_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "LONGEST", 10)
     monkeypatch.setattr(limits, "PIECE", 4)
@@ -857,15 +669,11 @@ def test_lines_too_long_for_memory_are_counted(
         b'{"text": "%s"}\n{"t": 1}\n' % (b"x" * 99) + b"[" * 99
     )
     out = tmp_path / "out.json"
-    given = ["--each-line"] if each_line else []
-    status, told, _ = run_data(
-        "merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given
-    )
+    merging = f"merge-json --json-path {tmp_path}/in --output-file {out} --each-line"
+    status, told, _ = run_data(*merging.split())
     texts = [json.loads(line).get("text") for line in out.read_text().splitlines()]
-    if each_line:  # the line of ten and its line feed are eleven
-        assert texts == ["one\n", "two", "123456789\n", None] and "left out 4 bad lines: " in told
-    else:
-        assert texts == ["123456789\n", None] and "left out 3 bad lines: " in told
+    # The line of ten and its line feed are eleven.
+    assert texts == ["one\n", "two", "123456789\n", None] and "left out 4 bad lines: " in told
     assert status == 0 and "longer than 10 bytes, first" in told
 
 
@@ -875,6 +683,7 @@ def test_lines_too_long_for_memory_are_counted(
     [
         "openwebtext/merge_data.py --data_path in --output_file out.json",
         "openwebtext/merge_jsons.py --json_path in --output_file out.json",
+        "preprocess_data.py --input in/a.json --output-prefix out --tokenizer-type ByteTokenizer",
         "merge_datasets.py --input in --output-prefix out",
         "merge_preprocessed_data.py --datasets in/b in/a --output-prefix out",
     ],
@@ -885,8 +694,11 @@ def test_scripts_of_megatrons_names(tmp_path: Path, words: str) -> None:
     prefixes = [
         write_pair(tmp_path / "in" / name, make_documents(5, n)) for n, name in enumerate("ab")
     ]
-    subprocess.run([sys.executable, *f"{ROOT}/tools/{words}".split()], cwd=tmp_path, check=True)
-    if "json" in words:
+    program = [warm.programs() / "python", *f"{ROOT}/tools/{words}".split()]
+    subprocess.run(program, cwd=tmp_path, check=True)
+    if "preprocess_data" in words:
+        assert (tmp_path / "out_text_document.bin").read_bytes() == b"x\0"
+    elif "json" in words:
         assert (tmp_path / "out.json").read_text() == '{"text": "x"}\n'
     else:
         order = prefixes if "input" in words else prefixes[::-1]

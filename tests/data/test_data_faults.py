@@ -22,7 +22,7 @@ from meshwright.data.files.verify import check_pair
 from meshwright.data.text import limits, preprocess
 
 
-def hostile(seed, lines=4000):
+def hostile(seed, lines=2000):
     """Return the content, the good texts in order, and the numbers of bad lines of each kind."""
     rng = random.Random(seed)
     good, bad = ["after a byte order mark"], {}
@@ -41,7 +41,7 @@ def hostile(seed, lines=4000):
             good.append(form.format(n))
             record = json.dumps({"n": n, "text": good[-1]}, ensure_ascii=rng.random() < 0.5)
             out.append(record.encode() + b"\r" * rng.randrange(2))
-    good += ["x" * 10_000_000, "no line feed behind it"]
+    good += ["x" * 1_000_000, "no line feed behind it"]
     out += map(line, good[-2:])
     return b"\n".join(out), good, bad
 
@@ -56,7 +56,7 @@ def run(folder, given, **settings):
 @pytest.mark.fault("F22")
 @pytest.mark.promise("Text is data")
 def test_bad_lines(tmp_path, monkeypatch, figures):
-    """F22: a file read in pieces by two workers, and a stream cut short at 10 places."""
+    """F22: a file read in pieces by two workers, and a stream cut short at 5 places."""
     monkeypatch.setattr(limits, "PIECE", 50_000)
     monkeypatch.setattr(preprocess, "MIB", 1)
     content, good, bad = hostile(1)
@@ -71,7 +71,7 @@ def test_bad_lines(tmp_path, monkeypatch, figures):
         assert f"{len(numbers)} {kind}, first {tmp_path / 'in.jsonl'}:{numbers[0]}" in report
     packed = gzip.compress(content, 1)
     rng, lost = random.Random(2), 0
-    for _ in range(10):
+    for _ in range(5):
         cut = rng.randrange(20, len(packed))
         (tmp_path / "cut.gz").write_bytes(packed[:cut])
         kept, report = run(tmp_path, tmp_path / "cut.gz", workers=1)
@@ -80,7 +80,7 @@ def test_bad_lines(tmp_path, monkeypatch, figures):
         complete = whole[: whole.rfind(b"\n") + 1].removeprefix(b"\xef\xbb\xbf").split(b"\n")
         lost += sum(map(is_good, complete)) - len(kept)
     assert lost <= 0
-    figures(good_lines_kept=f"{len(good)}/{len(good)}", bad_lines=count, streams_cut=10)
+    figures(good_lines_kept=f"{len(good)}/{len(good)}", bad_lines=count, streams_cut=5)
 
 
 def is_good(content):
@@ -103,24 +103,13 @@ def test_damaged_files_are_refused(tmp_path, figures):
     idx, bin_ = (prefix.with_suffix(end) for end in (".idx", ".bin"))
     whole, tokens = idx.read_bytes(), bin_.read_bytes()
     magic, version, code, n, m = HEADER.unpack(whole[: HEADER.size])
-    cases = {f".idx cut at {k}/16": (whole[: len(whole) * k // 16], tokens) for k in range(16)}
-    for name, header in {
-        "sequences inflated": (magic, version, code, n + 1, m),
-        "sequences 2^60": (magic, version, code, 2**60, m),
-        "documents inflated": (magic, version, code, n, m + 1),
-        "type code 99": (magic, version, 99, n, m),
-        "version 9": (magic, 9, code, n, m),
-        "wrong magic": (b"MMIDIDX\x01\x00", version, code, n, m),
-        "another type": (magic, version, 4, n, m),
-    }.items():
-        cases[name] = (HEADER.pack(*header) + whole[HEADER.size :], tokens)
-    for name, values in {
-        "one byte short": tokens[:-1],
-        "empty": b"",
-        "two bytes more": tokens + b"xx",
-    }.items():
-        cases[f".bin {name}"] = (whole, values)
-    for at in (0, 1, n // 2, n - 1):  # a size, a pointer, a border
+    inflated = HEADER.pack(magic, version, code, n + 1, m) + whole[HEADER.size :]
+    cases = {
+        ".idx cut": (whole[: len(whole) // 2], tokens),
+        "sequences inflated": (inflated, tokens),
+        ".bin cut": (whole, tokens[:-1]),
+    }
+    for at in (0, n // 2, n - 1):  # a size, a pointer, a border
         for what, offset, width in (
             ("size", HEADER.size + 4 * at, 4),
             ("pointer", HEADER.size + 4 * n + 8 * at, 8),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
-
 import pytest
 
 from meshwright.__main__ import main
@@ -11,7 +9,7 @@ from meshwright.base import registry
 from meshwright.base.errors import USAGE
 from meshwright.cli import data
 from meshwright.config import completion
-from meshwright.config.pages import PAGES, known_pages
+from meshwright.config.pages import known_pages
 
 OF_THE_CORE = ["verify", "inspect", "index", "merge"]
 
@@ -25,16 +23,6 @@ def without_apps(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_every_verb_has_a_page_of_help() -> None:
-    assert {f"data {name}" for name in data.verbs()} == {
-        name for name in PAGES if name.startswith("data ")
-    }
-    assert all(
-        verb.config is pkgutil.resolve_name(PAGES[f"data {name}"].config)
-        for name, verb in data.verbs().items()
-    )
-
-
 @pytest.mark.usefixtures("without_apps")
 def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(data.verbs()) == OF_THE_CORE
@@ -43,20 +31,6 @@ def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[st
     assert "  merge " in shown and "dedup" not in shown
     assert main(["data", "dedup"]) == USAGE
     assert "no verb 'dedup'" in capsys.readouterr().err
-
-
-def test_a_verb_of_another_package_is_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        registry, "_others", lambda: {"data_commands": {"join": "meshwright.cli.data:MERGE"}}
-    )
-    assert list(data.verbs())[-1] == "join"
-    assert main(["data", "join", "a", "--output-prefix", "b", "--dry-run"]) == 65
-    assert "a.idx does not exist" in capsys.readouterr().err
-    assert main(["data", "help"]) == 0
-    assert "  join         join pairs of token files" in capsys.readouterr().out
-    assert "join" in completion.verb_texts()
 
 
 @pytest.mark.usefixtures("without_apps")
@@ -71,9 +45,3 @@ def test_commands_of_apps_are_neither_explained_nor_completed(
     assert "data merge" in offered and offered.isdisjoint({"verify-layout", "sweep", "data plan"})
     assert completion.launched() == ["train", "generate", "chat"]
     assert "--train-iters" in completion.completion_script("bash")
-
-
-def test_an_installation_lists_verbs_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, entries = list(data.verbs()), registry.entries("data_commands")
-    monkeypatch.setattr(registry, "entries", lambda group: dict(sorted(entries.items())))
-    assert list(data.verbs()) == before == list(data.IN_ORDER)

@@ -17,8 +17,7 @@ from corpora import run_data
 
 from meshwright.apps.datasets import dedup
 from meshwright.apps.datasets.dedup import Similarity
-from meshwright.base.errors import BAD_DATA, DONE, LOCKED, USAGE
-from meshwright.base.progress import SkippedLines
+from meshwright.base.errors import BAD_DATA, DONE, LOCKED
 
 
 def write(path: Path, texts: list[str]) -> str:
@@ -46,15 +45,6 @@ def make_texts(families: int, seed: int) -> list[str]:
             )
     rng.shuffle(out)
     return out
-
-
-def test_more_files_than_16_bits_can_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        dedup, "map_lines", lambda path: b'{"text": "x"}' if path == "last" else b""
-    )
-    documents = dedup.JsonDocuments([*[""] * (1 << 16), "last"], "text", SkippedLines())
-    assert list(documents.scan(lambda count: None)) == ["x"]
-    assert documents.place(0) == "last:1" and documents.text(0) == "x"
 
 
 def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,41 +83,19 @@ def reference(texts: list[str], rule: Similarity) -> dict[int, tuple[int, float]
 
 
 @pytest.mark.flag("threshold shingle num_seeds num_bands deduplication.seed")
-@pytest.mark.parametrize(
-    "threshold, shingle, bands", [(0.7, 5, 20), (0.85, 5, 20), (0.4, 3, 100), (1, 8, 10)]
-)
+@pytest.mark.parametrize("threshold, shingle, bands", [(0.7, 5, 20), (0.4, 3, 100), (1, 8, 10)])
 def test_removes_what_comparing_all_pairs_removes(
     tmp_path: Path, threshold: float, shingle: int, bands: int
 ) -> None:
     rule = Similarity(threshold=threshold, shingle=shingle, bands=bands)
-    texts = [*make_texts(80, 5), "", "ab", "ab", "", "abc", "数据", "数据"]
+    texts = [*make_texts(40, 5), "", "ab", "ab", "", "abc", "数据", "数据"]
     expected = reference(texts, rule)
-    assert 20 < len(expected) < len(texts) - 20
+    assert 10 < len(expected) < len(texts) - 10
     found = dedup.deduplicate(
         [write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule
     )
     assert found.removed == expected and found.documents == len(texts)
     assert read(tmp_path / "out.jsonl") == [i for i in range(len(texts)) if i not in expected]
-
-
-@pytest.mark.parametrize("length", [60, 600, 6000])
-def test_signatures_estimate_the_index(length: int) -> None:
-    rule = Similarity(seeds=1500, seed=3)
-    texts = ["".join(map(chr, range(begin, begin + length))) for begin in (300, 300 + length // 3)]
-    a, b = (dedup.shingles(text, rule) for text in texts)
-    share = (
-        dedup.signature(a, dedup.spares(rule)) == dedup.signature(b, dedup.spares(rule))
-    ).mean()
-    assert 0.4 < dedup.jaccard(a, b) < 0.55
-    assert abs(share - dedup.jaccard(a, b)) < 0.15 if length < 100 else 0.05
-
-
-def test_every_part_has_its_own_order() -> None:
-    order = dedup.spares(Similarity(seeds=50))
-    assert (order[:, 0] == range(50)).all() and all(
-        sorted(row) == list(range(50)) for row in order.tolist()
-    )
-    assert len(set(order[:, 1].tolist())) > 25
 
 
 @pytest.mark.flag("inputs deduplication.output_file removed_file json_key deduplication.overwrite")
@@ -171,64 +139,13 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "words, status, message",
-    [
-        (["none.jsonl", "--output-file", "out"], BAD_DATA, "none.jsonl: No such file"),
-        ([".", "--output-file", "out"], BAD_DATA, "merge-json"),
-        (
-            ["a.jsonl.gz", "--output-file", "out"],
-            BAD_DATA,
-            "is packed (gzip), and its lines are read more than once; ",
-        ),
-        (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "unpack it: gunzip -k a.jsonl.gz\n"),
-        (
-            ["a.parquet", "--output-file", "out"],
-            BAD_DATA,
-            "write its rows as lines of JSON: python -c",
-        ),
-        (
-            ["a.sqlite", "--output-file", "out"],
-            BAD_DATA,
-            "has no lines of JSON (sqlite); write its rows as lines of JSON",
-        ),
-        (["a.jsonl", "--output-file", "a.jsonl"], USAGE, "choose another name"),
-        (
-            ["a.jsonl", "--output-file", "out", "--removed-file", "./a.jsonl"],
-            USAGE,
-            "choose another name",
-        ),
-        (
-            ["a.jsonl", "--output-file", "out", "--json-key", "content"],
-            BAD_DATA,
-            "no document; left out 1 bad line: 1 no key",
-        ),
-        (["a.jsonl"], USAGE, "--output-file is needed"),
-        (["--output-file", "out"], USAGE, "files of JSON lines are needed"),
-        (
-            ["a.jsonl", "--output-file", "out", "--threshold", "1.5"],
-            USAGE,
-            "--threshold 1.5 is above 1",
-        ),
-        (
-            ["a.jsonl", "--output-file", "out", "--num-bands", "30"],
-            USAGE,
-            "--num-seeds 100 is not a multiple of --num-bands 30",
-        ),
-    ],
-)
-def test_mistakes(
-    words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_packed_file_is_refused_with_the_command_that_unpacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Path("a.jsonl"), ["text"])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1\0\0")
-    (tmp_path / "a.sqlite").write_bytes(b"SQLite format 3\0")
-    before = sorted(tmp_path.iterdir())
-    found, _, err = run_data("dedup", *words)
-    assert found == status and message in err, err
-    assert sorted(tmp_path.iterdir()) == before
+    Path("a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    status, _, err = run_data("dedup", "a.jsonl.gz", "--output-file", "out")
+    assert status == BAD_DATA and "lines are read more than once; unpack it: gunzip -k" in err
 
 
 def test_the_command_that_takes_lines_from_parquet(

@@ -1,7 +1,6 @@
 """Text in other encodings than UTF-8, bad bytes, and what --on-error makes of them."""
 
 import gzip
-import json
 import re
 import zipfile
 
@@ -12,10 +11,9 @@ from corpora import line, preprocess_inputs, texts_in
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.apps.datasets import merge_json
 from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import charsets, journal, limits, reading
+from meshwright.data.text import charsets, limits, reading
 from meshwright.data.text.inputs import find_inputs
 
 NOVEL = (
@@ -87,12 +85,6 @@ def test_what_a_text_looks_like():
         assert charsets.guess(text.encode(name) + b"\xff") == ""
 
 
-def test_merge_json_reads_byte_order_marks(tmp_path):
-    (tmp_path / "a.txt").write_bytes("é\r\nb\n".encode("utf-16"))
-    merged = merge_json.documents(tmp_path / "a.txt", False, merge_json.Merged())
-    assert [json.loads(one)["text"] for one in merged] == ["é\nb\n"]
-
-
 def broken(tmp_path):
     """Return a text, a page, lines of JSON, a table and a dump, each with one broken line."""
     (tmp_path / "a.txt").write_bytes("één\ntwé\n".encode() + b"dr\xe9i\n" + "vièr".encode())
@@ -105,50 +97,27 @@ def broken(tmp_path):
     return [tmp_path / name for name in ("a.txt", "b.html", "c.jsonl", "d.parquet", "e.xml")]
 
 
+SKIPPED = ["één\ntwé\nvièr", "\ntwoéé\n", "a", "b", "a", "b", "A\n\nx\n"]
+MENDED = ["één\ntwé\ndr�i\nvièr", "o�\n\ntwoéé\n", "a", "�", "b", "a", "�", "b"]
+MENDED += ["A\n\nx\n", "B\n\nx�\n"]
+
+
 @pytest.mark.flag("evaluate.on_error")
-def test_skip_loses_the_broken_line_alone(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "want", "done"), [("skip", SKIPPED, "left out"), ("replace", MENDED, "mended")]
+)
+def test_a_broken_line_is_left_out_or_mended(tmp_path, how, want, done):
     paths = broken(tmp_path)
-    want = ["één\ntwé\nvièr", "\ntwoéé\n", "a", "b", "a", "b", "A\n\nx\n"]
-    documents, err = preprocess(tmp_path, *paths, on_error="skip", workers=1)
-    assert (
-        documents == want
-        and "left out 5 bad lines: 5 not UTF-8, first " in err
-        and "a.txt:3" in err
-    )
-    documents, (left_out,) = read(*paths, on_error="skip")
-    assert (
-        documents == want and left_out == f"left out 5 bad lines: 5 not UTF-8, first {paths[0]}:3"
-    )
-    # as a file of a folder, too
-    assert read(tmp_path, on_error="skip", include=["a.txt"])[0] == want[:1]
+    documents, err = preprocess(tmp_path, *paths, on_error=how, workers=1)
+    line = f"{done} 5 bad lines: 5 not UTF-8, first {paths[0]}:3"
+    assert documents == want and f"{line}\n" in err
+    assert read(*paths, on_error=how) == (want, [line])
 
 
-def test_replace_keeps_the_rest_of_the_line(tmp_path):
-    paths = broken(tmp_path)
-    want = [
-        "één\ntwé\ndr�i\nvièr",
-        "o�\n\ntwoéé\n",
-        "a",
-        "�",
-        "b",
-        "a",
-        "�",
-        "b",
-        "A\n\nx\n",
-        "B\n\nx�\n",
-    ]
-    documents, err = preprocess(tmp_path, *paths, on_error="replace", workers=1)
-    assert documents == want and f"mended 5 bad lines: 5 not UTF-8, first {paths[0]}:3\n" in err
-    documents, (mended,) = read(*paths, on_error="replace")
-    assert documents == want and mended.startswith("mended 5 bad lines: 5 not UTF-8, first ")
-    # other mistakes still stop
+def test_replace_mends_bytes_alone(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9"}\n{"text": 3}')
-    for how in (preprocess, lambda _, *paths, **flags: read(*paths, **flags)):
-        message = error_of(lambda how=how: how(tmp_path, tmp_path / "c.jsonl", on_error="replace"))
-        assert (
-            "c.jsonl:2: no text under 'text' (int); mend the line, or leave such lines out"
-            in message
-        )
+    message = error_of(lambda: read(tmp_path / "c.jsonl", on_error="replace"))
+    assert "c.jsonl:2: no text under 'text' (int); mend the line, or leave such lines" in message
 
 
 def test_the_message_names_byte_line_and_both_ways(tmp_path, monkeypatch):
@@ -160,13 +129,6 @@ def test_the_message_names_byte_line_and_both_ways(tmp_path, monkeypatch):
     want += "replace, or leave such lines out with --on-error skip"
     for run in (lambda: read(tmp_path / "a.txt"), lambda: preprocess(tmp_path, tmp_path / "a.txt")):
         assert want in error_of(run)
-    (tmp_path / "b.txt").write_bytes(NOVEL.encode("gb18030") + b"\x81\n" + NOVEL.encode("gb18030"))
-    message = error_of(lambda: read(tmp_path / "b.txt", encoding="gb18030"))
-    number = NOVEL.count("\n")
-    cure = f"1 of {2 * number + 1} lines are not gb18030: --on-error replace keeps the rest"
-    assert message.endswith(f"b.txt:{number + 1}: not UTF-8 (byte 0x81 is not gb18030); {cure}")
-    assert read(tmp_path / "b.txt", encoding="gb18030", on_error="skip")[0] == [NOVEL + NOVEL]
-    assert read(tmp_path / "b.txt", encoding="gb18030", on_error="replace")[0][0].count("�") == 1
 
 
 def test_a_folder_suggests_what_a_file_does(tmp_path):
@@ -217,31 +179,6 @@ def test_any_byte_that_cannot_be_decoded_is_named():
         )
 
 
-def test_an_interrupted_run_with_another_on_error_starts_over(tmp_path, monkeypatch):
-    """Once a line was left out; the same one continues."""
-    monkeypatch.setattr(journal, "NOTE_EVERY", 0)
-    monkeypatch.setattr(limits, "PIECE", 50)
-    real, notes = journal.Journal.note, []
-    (tmp_path / "a.jsonl").write_bytes(
-        b'{"text": "\xe9"}\n' + b"\n".join(line(str(n)) for n in range(50))
-    )
-
-    def interrupted(self, state):
-        real(self, state)
-        notes.append(state)
-        if len(notes) == 5:
-            raise KeyboardInterrupt
-
-    for how, begins_with in (("replace", "�"), ("skip", "0")):
-        notes.clear()
-        with monkeypatch.context() as patched:
-            patched.setattr(journal.Journal, "note", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                preprocess(tmp_path, tmp_path / "a.jsonl", on_error="skip", workers=1)
-        documents, err = preprocess(tmp_path, tmp_path / "a.jsonl", on_error=how, workers=1)
-        assert documents[0] == begins_with and ("continuing after" in err) == (how == "skip")
-
-
 def test_a_pdf_is_named(tmp_path):
     (tmp_path / "a b.pdf").write_bytes(b"%PDF-1.7\n1 0 obj\n" + b"text " * 200)
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"%PDF-1.7\n"))
@@ -262,24 +199,6 @@ def test_front_matter_stays(tmp_path):
     text = "---\ntitle: A\n---\n\n# A\n"
     (tmp_path / "a.md").write_text(text)
     assert read(tmp_path / "a.md")[0] == read(tmp_path)[0] == [text]
-
-
-def test_train_tokenizer_takes_both(tmp_path, capsys):
-    (tmp_path / "a.txt").write_bytes(FRENCH.encode("latin-1"))
-    common = [
-        "train-tokenizer",
-        "--input",
-        str(tmp_path / "a.txt"),
-        "--vocab-size",
-        "260",
-        "--output",
-    ]
-    assert main([*common, str(tmp_path / "v"), "--encoding", "latin-1"]) == 0
-    record = json.loads((tmp_path / "v" / "vocab.origin.json").read_text())
-    assert record["made_from"]["settings"]["encoding"] == "latin-1"
-    assert "--encoding=latin-1" in capsys.readouterr().err
-    assert main([*common, str(tmp_path / "w"), "--on-error", "replace"]) == 0
-    assert "mended 40 bad lines: 40 not UTF-8" in capsys.readouterr().err
 
 
 TRADITIONAL = (
@@ -348,21 +267,6 @@ def test_dry_run_checks_a_file_that_was_named(tmp_path, capsys):
         f"{size}: 3 of plain text" in (out := capsys.readouterr().out)
         and "a tokenizer is needed" in out
     )
-
-
-def test_guesses_say_how_many_lines_they_decode(tmp_path):
-    content = TRADITIONAL.encode("big5")
-    (tmp_path / "a.txt").write_bytes(content)
-    fits = [sum(decodes(one, name) for one in content.splitlines()) for name in ("big5", "gb18030")]
-    want = f"(0xb2; of the first 60 lines big5 decodes {fits[0]}, gb18030 decodes {fits[1]}); it looks like big5, "
-    assert fits[0] == 60 and want in error_of(lambda: read(tmp_path / "a.txt"))
-
-
-def decodes(content, name):
-    try:
-        return bool(content.decode(name))
-    except UnicodeDecodeError:
-        return False
 
 
 @pytest.mark.parametrize("how", ["replace", "skip"])

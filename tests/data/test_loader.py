@@ -11,8 +11,7 @@ import torch
 
 from helpers import error_of
 from meshwright.base.errors import USAGE
-from meshwright.config.schema import TrainConfig, Training
-from meshwright.data.loader import Batch, Cyclic, Loader, LoaderSpec
+from meshwright.data.loader import Cyclic, Loader, LoaderSpec
 
 
 class Counting:
@@ -81,33 +80,6 @@ def test_ranks_cut_each_block_of_micro_batches():
             assert together == list(range(first, first + 12))
 
 
-RAMP = TrainConfig(
-    training=Training(
-        micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 60], train_samples=200
-    )
-)
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (4, 2)])
-def test_a_ramp_reads_every_sample_once_from_any_step_on(ranks, workers):
-    def together(consumed, steps):
-        """The samples of each step, with all ranks' slices put back in order."""
-        of_ranks = []
-        for rank in range(ranks):
-            spec = LoaderSpec(2, RAMP.batch, 9999, workers, rank=rank, ranks=ranks)
-            of_ranks.append(numbers(islice(Loader(Counting(200), spec, consumed), steps)))
-        return [
-            [k for blocks in zip(*step, strict=True) for ids in blocks for k in ids]
-            for step in zip(*of_ranks, strict=True)
-        ]
-
-    steps = together(0, 10)
-    assert [len(step) for step in steps] == [8, 8, 8, 8, 16, 16, 24, 24, 24, 24]
-    assert [k for step in steps for k in step] == list(range(160))
-    for n in range(10):
-        assert together(sum(map(len, steps[:n])), 10 - n) == steps[n:]
-
-
 @pytest.mark.parametrize(("ranks", "size"), [(3, 8), (8, 8), (1, 7), (1, 0)])
 def test_a_step_that_ranks_cannot_share_is_refused(ranks, size):
     message = error_of(lambda: next(iter(loader(Counting(), 2, size, ranks=ranks))), USAGE)
@@ -157,18 +129,6 @@ def test_cyclic_epochs_do_not_depend_on_the_layout(micro, ranks):
     assert ids == [int(alone[k][0]) // 10 for k in range(56)]
     assert alone.locate(20, 3) == f"place {ids[20]}/3"
     assert len(alone) == sys.maxsize
-
-
-def test_cyclic_keeps_few_orders(monkeypatch):
-    drawn, real = [], torch.randperm
-    monkeypatch.setattr(
-        torch, "randperm", lambda n, generator: drawn.append(n) or real(n, generator=generator)
-    )
-    data = Cyclic(Counting(10))
-    for k in [*range(100), *range(89, 92)]:
-        data[k]
-    assert len(drawn) == 10  # one for each epoch; going back by one draws nothing
-    assert data._order.cache_info().maxsize == 2
 
 
 @pytest.mark.flag("num_workers")
@@ -233,16 +193,6 @@ def test_ids_of_any_integer_type_are_read(ids):
     data = type("Own", (Counting,), {"__getitem__": lambda self, k: ids})()
     [batch] = next(iter(loader(data, length=5)))
     assert batch.labels.dtype == torch.int64 and batch.labels.tolist() == [[1, 2, 3, 4]] * 2
-
-
-def test_to_moves_what_is_there():
-    [batch] = next(iter(loader(Counting())))
-    moved = Batch(batch.tokens, batch.labels, batch.sample_ids, doc_ids=batch.tokens).to("meta")
-    assert {
-        t.device.type for t in (moved.tokens, moved.labels, moved.sample_ids, moved.doc_ids)
-    } == {"meta"}
-    assert moved.loss_mask is None and moved.position_ids is None
-    assert batch.to("cpu") is batch
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

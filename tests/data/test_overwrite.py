@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -38,40 +37,14 @@ def call(capsys, *words):
 
 
 def preprocess(capsys, name, *more):
-    return call(
-        capsys,
-        "preprocess",
-        "--input",
-        name,
-        "--output-prefix",
-        "out",
-        "--tokenizer",
-        "byte",
-        *more,
-    )
+    words = f"preprocess --input {name} --output-prefix out --tokenizer byte".split()
+    return call(capsys, *words, *more)
 
 
 def files(folder="."):
     """Return the content and the time of each file under a folder."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
-
-
-def test_the_same_preprocess_again_changes_nothing(here, capsys):
-    status, out, err = preprocess(capsys, "long.jsonl")
-    assert status == 0 and "next: meshwright train --data-path out_text_document --save RUN" in err
-    before = files()
-    # Speed, the time of the input and its folder do not matter.
-    os.utime("long.jsonl", (1, 1))
-    for more in ([], ["--workers", "2"], ["--log-interval", "7"]):
-        status, out, _ = preprocess(capsys, "long.jsonl", *more)
-        assert (
-            status == 0
-            and "out_text_document.bin/.idx is already there, unchanged" in out
-            and "wrote" not in out
-        )
-    os.utime("long.jsonl", ns=(before["long.jsonl"][1],) * 2)
-    assert files() == before
 
 
 def test_dry_run_says_what_would_become_of_the_output(here, capsys):
@@ -106,16 +79,8 @@ def test_the_next_command_reads_the_same_text(here, capsys):
     Path("my text/a.css").write_text("a\n---\nb\n---\n")
     Path("my text/b.css").write_text("no")
     flags = ["--include", "*.css", "--exclude", "b.*", "--document-separator=---"]
-    train = [
-        "train-tokenizer",
-        "--input",
-        "my text",
-        *flags,
-        "--vocab-size",
-        "257",
-        "--output",
-        "vocabulary",
-    ]
+    train = ["train-tokenizer", "--input", "my text", *flags]
+    train += ["--vocab-size", "257", "--output", "vocabulary"]
     status, _, err = call(capsys, *train)
     assert status == 0
     following = shlex.split(err.splitlines()[-1].removeprefix("next: meshwright "))

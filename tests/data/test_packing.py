@@ -6,14 +6,14 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from corpora import build_and_capture, data_config, run_data, write_pair
+from corpora import build_and_capture, data_config, write_pair
 
 from fuzz.plain import pack
 from helpers import error_of
 from meshwright.base.errors import BAD_DATA
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Loader, LoaderSpec
-from meshwright.data.packing import Packed, count_predicted, fill_bins, pack_documents, pack_files
+from meshwright.data.packing import Packed, count_predicted, pack_documents, pack_files
 from meshwright.data.sets import count_epochs
 
 
@@ -45,14 +45,6 @@ def test_packing_is_best_fit_and_loses_no_token(seed):
         assert predicted == [(n, k) for n in documents for k in range(1, sizes[n])]
         assert all(at % length == 0 for _, at, _ in pieces)
         assert len(predicted) == count_predicted(np.array(sizes), documents)
-
-
-def test_packed_samples_are_full():
-    lengths = np.minimum(
-        np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64) + 2, 1025
-    )
-    _, counts = fill_bins(lengths, 1025)
-    assert lengths.sum() / (1025 * len(counts)) > 0.998 and counts.sum() == len(lengths)
 
 
 @pytest.fixture(scope="module")
@@ -159,60 +151,6 @@ def test_a_training_is_built_of_packed_sets(prefix, tmp_path):
         config, training=replace(config.training, train_iters=None, train_epochs=2.5)
     )
     assert count_epochs(by_epochs).training.train_samples == int(2.5 * bins)
-
-
-def test_the_cyclic_order_does_not_depend_on_the_length_of_the_run(prefix, tmp_path):
-    given = {
-        "packing": "best-fit",
-        "seq_length": 16,
-        "data_cache_path": str(tmp_path),
-        "dataloader_type": "cyclic",
-    }
-    short, long = (
-        build_and_capture(data_config(data_path=[prefix], train_iters=n, split="100,0,0", **given))[
-            0
-        ]["train"]
-        for n in (20, 200)
-    )
-    bins = len(pack(Indexed(prefix).sizes.tolist(), range(60), 16, 1234))
-    epochs = [[long.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)]
-    assert all(sorted(epoch) == list(range(bins)) for epoch in epochs) and epochs[0] != epochs[1]
-    assert epochs == [
-        [short.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)
-    ]
-
-
-def test_commands_on_packed_data(prefix, tmp_path):
-    flags = [
-        "--data-path",
-        prefix,
-        "--packing",
-        "best-fit",
-        "--seq-length",
-        "16",
-        "--split",
-        "100,0,0",
-    ]
-    flags += [
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "2",
-        "--train-iters",
-        "20",
-        "--eval-iters",
-        "0",
-    ]
-    flags += [f"--data-cache-path={tmp_path}", "--vocab-size=100", "--tokenizer-type=NullTokenizer"]
-    status, out, _ = run_data("plan", *flags, "--json")
-    assert status == 0
-    bins = len(pack(Indexed(prefix).sizes.tolist(), range(60), 16, 1234))
-    assert f'"epochs": {40 / bins}' in out
-    assert run_data("index", *flags)[0] == 0 and "nothing to build" in run_data("index", *flags)[1]
-    status, out, _ = run_data("inspect", *flags, "--sample", "3")
-    assert (
-        status == 0 and "and so is the last of each piece" in out and " tokens from token " in out
-    )
 
 
 def test_documents_of_one_token_cannot_be_packed(tmp_path):

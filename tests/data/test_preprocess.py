@@ -8,11 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from corpora import line, preprocess_inputs, texts_in
 
@@ -20,14 +17,8 @@ from helpers import error_of, tokens_of
 from meshwright.base.errors import BAD_DATA, IO
 from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.text import pieces, preprocess, reading
-from meshwright.data.text.encoder import Encoder
-from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.records import ReadOptions
-
-ROOT = Path(__file__).parents[2]
+from meshwright.data.text import preprocess, reading
 
 
 def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings):
@@ -107,13 +98,6 @@ def test_a_book_is_cut_into_documents(tmp_path):
     )
 
 
-def test_short_documents_are_remarked(tmp_path):
-    (tmp_path / "book.txt").write_text("".join(f"Chapter {n}\n\nA line.\n\n" for n in range(50)))
-    _, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_separator="")
-    assert "note: 100 documents, half of them of 9 tokens or fewer: if headings" in err
-    assert "another --document-separator" in err
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_document_of_more_than_a_million_tokens_is_named(tmp_path, monkeypatch, name):
     """Several documents that nothing divides become one."""
@@ -150,17 +134,6 @@ def test_blanks_of_a_key_and_rows_without_text(tmp_path):
     assert message.startswith("--json-keys 'a b' 'a_b' differ in blanks alone")
 
 
-def test_a_terminal_is_spared_megatrons_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        io, "StringIO", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
-    )
-    stdout, _ = work(tmp_path, line("ab"))
-    assert [text.split(" ")[0] for text in stdout.splitlines() if text[0] != " "] == [
-        "Opening",
-        "wrote",
-    ]
-
-
 def test_large_vocabulary_is_int32(tmp_path):
     work(tmp_path, line("65498 1"), "NullTokenizer", 65498)
     assert Indexed(tmp_path / "out_text_document").dtype == np.uint16
@@ -171,7 +144,7 @@ def test_large_vocabulary_is_int32(tmp_path):
 
 @pytest.mark.promise("Lines that are no text are counted and named")
 def test_good_lines_of_any_shape_are_kept(tmp_path):
-    big = "z" * 10_000_000
+    big = "z" * 1_000_000
     content = (
         b"\xef\xbb\xbf" + line("bom") + b"\r\n"
         b"\r\n   \n\t\n\n" + line("crlf") + b"\r\n"
@@ -306,7 +279,7 @@ def test_several_inputs_patterns_and_standard_input(tmp_path, monkeypatch):
         (tmp_path / f"{name}.json").write_bytes(line(name))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line("stdin"))))
     given = [str(tmp_path / "b*.json"), "-", str(tmp_path / "a.json")]
-    stdout, _ = work(tmp_path, given)
+    stdout, _ = work(tmp_path, given, workers=1)
     assert texts_in(tmp_path / "out_text_document") == ["b0", "b1", "stdin", "a"]
     assert [w.split("/")[-1] for w in stdout.splitlines()[:4]] == [
         "b0.json",
@@ -320,7 +293,7 @@ def test_a_pipe_is_read_from_its_start(tmp_path):
     pipe, words = tmp_path / "pipe", line("from a pipe")
     os.mkfifo(pipe)
     with subprocess.Popen(["sh", "-c", f"printf '%s' '{words.decode()}' > {pipe}"]):
-        work(tmp_path, [str(pipe)])
+        work(tmp_path, [str(pipe)], workers=1)
     assert texts_in(tmp_path / "out_text_document") == ["from a pipe"]
 
 
@@ -336,7 +309,9 @@ def test_inputs_that_cannot_be_used(tmp_path):
         (IO, "cannot be written", line("x"), {"output_prefix": within}),
     ):
         require_refusal(
-            status, words, lambda given=given, settings=settings: work(tmp_path, given, **settings)
+            status,
+            words,
+            lambda given=given, settings=settings: work(tmp_path, given, workers=1, **settings),
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in.jsonl"]
 
@@ -350,71 +325,3 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     _, stderr = work(tmp_path, b"\n".join([line("x")] * 20), log_interval=1, stderr=Terminal())
     assert "━" in stderr and "Processed 20 documents" in stderr.splitlines()[-3]  # a note follows
-
-
-@pytest.mark.whole
-def test_megatrons_command_line(tmp_path):
-    """Run the documents' command with its path and flags twice: the bytes are equal."""
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join(line(f"the theme {n}") for n in range(50)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-
-    def call(*command):
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    trained = call(
-        "-m",
-        "meshwright",
-        "train-tokenizer",
-        "--input",
-        "in.jsonl",
-        "--vocab-size",
-        "270",
-        "--output",
-        ".",
-    )
-    following = "next: meshwright preprocess --input in.jsonl --tokenizer . --append-eod --output-prefix PREFIX\n"
-    assert (trained.returncode, trained.stderr) == (0, following)
-    assert trained.stdout == "wrote vocab.json and merges.txt: 270 ids\n"
-    flags = "--input in.jsonl --output-prefix meg-gpt2 --vocab vocab.json --dataset-impl mmap --append-eod --workers 8"
-    flags += " --tokenizer-type GPT2BPETokenizer --merge-file merges.txt"
-    tool = [str(ROOT / "tools" / "preprocess_data.py"), *flags.split()]
-    files = [tmp_path / f"meg-gpt2_text_document.{ending}" for ending in ("bin", "idx")]
-    written = []
-    for _ in range(2):
-        done = call(*tool)
-        assert done.returncode == 0, done.stderr
-        written.append([f.read_bytes() for f in files])
-    assert written[0] == written[1]
-    t = tokenizers.build_tokenizer(
-        TokenizerFlags(
-            vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
-        )
-    )
-    data = Indexed(tmp_path / "meg-gpt2_text_document")
-    assert [tokens_of(data, n).tolist() for n in range(50)] == [
-        [*t.encode(f"the theme {n}"), 269] for n in range(50)
-    ]
-    (tmp_path / "in.jsonl").write_bytes(b"{}\n")
-    stopped = call(*tool, "--overwrite")
-    assert stopped.returncode == BAD_DATA
-    assert "in.jsonl:1: no key 'text'" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
-    assert [f.read_bytes() for f in files] == written[0]
-
-
-def test_the_speed_of_tables_counts_bytes(tmp_path):
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": ["中文字", "abc", "é"]}), tmp_path / "t.parquet"
-    )
-    [piece] = pieces.cut_inputs(
-        find_inputs(given := TextInputs(input=[str(tmp_path / "t.parquet")])).inputs, given
-    )
-    encoded, _ = Encoder(lambda text: [1], None, ReadOptions(), np.uint16)(piece)
-    assert encoded.bytes == 9 + 3 + 2

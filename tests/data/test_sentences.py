@@ -84,30 +84,9 @@ def test_paragraphs_and_small_letters():
 def test_no_text_is_lost():
     """Joined with their white space the sentences are the text; without it they have its words."""
     draw = random.Random(1)
-    parts = [
-        "a",
-        "Bc",
-        "Dr",
-        "U.S",
-        "I",
-        "7",
-        ".",
-        ".",
-        "!",
-        "?",
-        "…",
-        "。",
-        '"',
-        "”",
-        "(",
-        ")",
-        "--",
-        "—",
-        "é",
-        "好",
-    ]
+    parts = """a Bc Dr U.S I 7 . . ! ? … 。 " ” ( ) -- — é 好""".split()
     parts += [" ", " ", " ", "\n", "\n\n", "\r\n", "\t", "\u3000", "\ud800", "\x1c", "e.g.", "..."]
-    for _ in range(3000):
+    for _ in range(1000):
         text = "".join(draw.choices(parts, k=draw.randint(0, 40)))
         for language in ("english", "chinese"):
             kept = rules(language, True)(text)
@@ -120,14 +99,8 @@ def test_no_text_is_lost():
 
 
 def test_a_long_text_without_stops_takes_linear_time():
-    for text in (
-        "word " * 200_000,
-        "." * 1_000_000,
-        ". " * 300_000,
-        "a. b. " * 100_000,
-        '"' * 1_000_000,
-        "\n" * 500_000,
-    ):
+    for part in ("word ", ".", ". ", "a. b. ", '"', "\n"):
+        text = part * (200_000 // len(part))
         assert "".join(rules(keep=True)(text)) == text
 
 

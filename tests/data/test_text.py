@@ -10,12 +10,11 @@ import random
 import re
 import sys
 import tarfile
-import threading
 import time
 import tracemalloc
 import zlib
 from dataclasses import replace
-from itertools import accumulate, islice, pairwise, repeat
+from itertools import islice, pairwise, repeat
 
 import pyarrow
 import pyarrow.parquet
@@ -43,7 +42,7 @@ def pieces_of(*paths, ranks=(0, 1), **flags):
     return list(cut_inputs(find_inputs(given).inputs, given, *ranks))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 3, 64])
 def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
     """Wherever lines and pieces begin, the lines of all pieces together are those of the file."""
     rng = random.Random(size)
@@ -62,35 +61,6 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         assert [
             bytes(line) for one in slices for line in lines_of(one.data, one.first, one.stop)
         ] == lines
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
-def test_each_piece_knows_the_lines_of_its_file(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(limits, "PIECE", 200)
-    rows = [str(n) if name == "a.csv" else line(str(n)).decode().strip() for n in range(300)]
-    content = "\n".join(["text"] * (name == "a.csv") + rows).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    pieces = pieces_of(tmp_path / name)
-    assert len(pieces) > 1
-    form = "{}: row {}" if name == "a.csv" else "{}:{}"
-    found = [str(record.place) for piece in pieces for record in piece.read(ReadOptions())]
-    assert found == [form.format(tmp_path / name, n) for n in range(1, 301)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_a_stream_is_cut_at_line_ends(size):
-    rng = random.Random(size)
-    for _ in range(200):
-        content = b"\n".join(b"x" * rng.choice([0, 1, 5, 40]) for _ in range(rng.randrange(12)))
-        stream = io.BytesIO(content)
-        chunks = iter(lambda file=stream: file.read(rng.randrange(1, 20)), b"")
-        found = list(divide.cut_stream(chunks, size, LINES, Slice("")))
-        assert b"".join(cut.content for cut in found) == content
-        assert all(cut.content.endswith(b"\n") for cut in found[:-1])
-        assert [cut.byte for cut in found] == [0, *accumulate(len(cut.content) for cut in found)][
-            : len(found)
-        ]
-        assert [cut.line for cut in found] == [content.count(b"\n", 0, cut.byte) for cut in found]
 
 
 PACK = {
@@ -157,19 +127,10 @@ def test_archives_of_text_files(tmp_path):
     first = archive(dict(list(inner.items())[:10]), "w:xz")
     second = lzma.compress(archive(dict(list(inner.items())[10:20])))
     outer = {"urls-0.xz": first, "urls-1.xz": second, **dict(list(inner.items())[20:])}
-    for name, mode in {"a.tar": "w", "a.tar.xz": "w:xz", "a.tgz": "w:gz"}.items():
-        (tmp_path / name).write_bytes(archive(outer, mode))
-        assert texts_of(tmp_path / name) == [content.decode() for content in inner.values()]
-    assert str(records_in(tmp_path / "a.tar")[3].place) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
-    whole = (tmp_path / "a.tar.xz").read_bytes()
-    (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
-    assert records_in(tmp_path / "cut.tar.xz")[-1].reason == CUT_SHORT
-    (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
-    ((unit, where),) = units_in(tmp_path / "latin.tar")
-    assert (
-        str(unit).startswith("not UTF-8 at byte 3 (0xe9")
-        and where == f"{tmp_path / 'latin.tar'}:x.txt:1"
-    )
+    path = tmp_path / "a.tar.xz"
+    path.write_bytes(archive(outer, "w:xz"))
+    assert texts_of(path) == [content.decode() for content in inner.values()]
+    assert str(records_in(path)[3].place) == f"{path}:urls-0.xz/3.txt"
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
@@ -221,33 +182,6 @@ def test_a_damaged_member_costs_itself(tmp_path):
     ]
 
 
-def test_slow_pipes(tmp_path, monkeypatch):
-    """The kind is recognised however few bytes arrive at once."""
-    content = line("a") + b"\n" + line("b")
-    tar = archive({"a.txt": b"a", "b.txt": b"b"})
-    slow = {
-        1: gzip.compress(content),
-        2: b"\xef\xbb\xbf" + content,
-        30: gzip.compress(tar),
-        100: tar,
-    }
-    for first, given in slow.items():
-        read, write = os.pipe()
-
-        def send(given=given, first=first, write=write):
-            with open(write, "wb", buffering=0) as file:
-                file.write(given[:first])
-                time.sleep(0.1)
-                file.write(given[first:])
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        with open(read) as stdin:
-            monkeypatch.setattr("sys.stdin", stdin)
-            assert texts_of("-") == ["a", "b"]
-        sender.join()
-
-
 def test_no_standard_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     assert "--input - cannot be read: the standard input is closed" in error_of(
@@ -296,48 +230,27 @@ def test_tables(tmp_path):
     ):
         texts_of(several)
     with pytest.raises(
-        UserError, match="has no column 'body'; choose one of text with --json-keys .text, title.$"
-    ):
-        texts_of(folder / "a.parquet", keys=("body",))
-    with pytest.raises(
         UserError,
         match="2 files: 2 tables with no column 'body'; choose one of text with --json-keys .text, title.$",
     ):
         texts_of(folder, keys=("body",))
-    nulls = pyarrow.table({"text": ["a", None, "b"]})
-    pyarrow.parquet.write_table(nulls, tmp_path / "nulls.parquet")
-    with pytest.raises(UserError, match=r"nulls.parquet: row 2: null under 'text'"):
-        texts_of(tmp_path / "nulls.parquet")
-    (tmp_path / "cut.parquet").write_bytes((folder / "a.parquet").read_bytes()[:3000])
-    with pytest.raises(UserError, match="cut.parquet cannot be read"):
-        texts_of(tmp_path / "cut.parquet")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_column_of_lists_is_refused_by_its_type(tmp_path, kind):
+def test_a_column_of_lists_is_refused_by_its_type(tmp_path):
     """A named table at once, with the columns of text; in a folder it is passed over."""
-    lists = pyarrow.table({"text": [["a"], ["b"]], "id": ["x", "y"], "n": [1, 2]})
-
-    def write(table, path):
-        if kind == "parquet":
-            pyarrow.parquet.write_table(table, path)
-        else:
-            with pyarrow.ipc.new_file(str(path), table.schema) as out:
-                out.write_table(table)
-
-    write(lists, tmp_path / f"lists.{kind}")
+    lists, write = (
+        pyarrow.table({"text": [["a"], ["b"]], "id": ["x", "y"], "n": [1, 2]}),
+        pyarrow.parquet.write_table,
+    )
+    write(lists, tmp_path / "lists.parquet")
     choose = r"choose one of text with --json-keys \(id\), or write its text as a column first"
     with pytest.raises(
-        UserError, match=rf"lists.{kind} has list<.*string> in column 'text'; {choose}"
+        UserError, match=rf"lists.parquet has list<.*string> in column 'text'; {choose}"
     ):
-        texts_of(tmp_path / f"lists.{kind}")
-    with pytest.raises(UserError, match="has int64 in column 'n'; "):
-        texts_of(tmp_path / f"lists.{kind}", keys=("n",))
-    write(lists.select(["n"]), tmp_path / f"numbers.{kind}")
-    write(
-        pyarrow.table({"text": pyarrow.array(["a", "b"]).dictionary_encode()}),
-        tmp_path / f"texts.{kind}",
-    )
+        texts_of(tmp_path / "lists.parquet")
+    write(lists.select(["n"]), tmp_path / "numbers.parquet")
+    encoded = pyarrow.array(["a", "b"]).dictionary_encode()
+    write(pyarrow.table({"text": encoded}), tmp_path / "texts.parquet")
     assert texts_of(tmp_path) == ["a", "b"]
     passed = find_inputs(TextInputs(input=[str(tmp_path)])).passed.line()
     counts, *cures = passed.splitlines()
@@ -345,8 +258,8 @@ def test_a_column_of_lists_is_refused_by_its_type(tmp_path, kind):
         r"passed .*: 1 table with list<.*string> in column 'text', 1 table with no column 'text'",
         counts,
     )
-    assert re.fullmatch(rf"    .*/lists.{kind}: {choose}", cures[0])
-    assert cures[1:] == [f"    {tmp_path}/numbers.{kind}: none of its columns is text: n"]
+    assert re.fullmatch(rf"    .*/lists.parquet: {choose}", cures[0])
+    assert cures[1:] == [f"    {tmp_path}/numbers.parquet: none of its columns is text: n"]
 
 
 def records_in(path):
@@ -415,13 +328,9 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
         lambda self, start: (entered.append(start), real(self, start))[1],
     )
     tables._reader.cache_clear()
-    for step in (1, 3):
-        for first in range(step):
-            for one in whole[first::step]:
-                assert texts_in(one) == [rows[n] for n in rows_of(one)]
+    for one in [*whole[::2], *whole[1::2]]:
+        assert texts_in(one) == [rows[n] for n in rows_of(one)]
     assert len(entered) <= 4 * len({one.parts[0].start for one in whole})
-    order = random.Random(1).sample(whole, len(whole))
-    assert all(texts_in(one) == [rows[n] for n in rows_of(one)] for one in order)
     assert str(list(whole[5].read(ReadOptions()))[2].place) == f"{path}: row {whole[5].begin + 3}"
 
 
@@ -450,13 +359,8 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
         1
     ] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
     whole = pieces_of(tmp_path / "t")
-    for order in (whole[1::2] + whole[::2], whole[::-1]):
-        again = {one.begin: list(one.read(ReadOptions())) for one in order}
-        assert again == {one.begin: list(one.read(ReadOptions())) for one in whole}
-    with pytest.raises(
-        UserError, match=rf"/t: row {first + 1}: damaged table \(unreadable from row"
-    ):
-        texts_of(tmp_path / "t")
+    backwards = {one.begin: list(one.read(ReadOptions())) for one in whole[::-1]}
+    assert backwards == {one.begin: list(one.read(ReadOptions())) for one in whole}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
@@ -464,7 +368,7 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
 def test_tables_damaged_anywhere_are_reported(tmp_path, table, kind):
     write_table(table, tmp_path / "whole", kind)
     whole, rng, reported = (tmp_path / "whole").read_bytes(), random.Random(3), 0
-    for n in range(15):
+    for n in range(6):
         content = bytearray(whole)
         at = rng.randrange(8, len(whole) - 8)
         content[at : at + 200] = rng.randbytes(min(200, len(whole) - at))
@@ -475,7 +379,7 @@ def test_tables_damaged_anywhere_are_reported(tmp_path, table, kind):
         except UserError as error:
             assert f"{n}.arrow" in str(error)
             reported += 1
-    assert reported >= 5
+    assert reported >= 2
 
 
 def test_a_table_with_two_columns_of_a_name(tmp_path):
@@ -523,71 +427,27 @@ def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
     )
 
 
-def test_json_lines_in_an_archive(tmp_path, monkeypatch):
-    """One document a line; small members share a piece, large ones are cut; links are skipped."""
-    monkeypatch.setattr(limits, "PIECE", 2000)
-    monkeypatch.setattr(limits, "CHUNK", 500)
-    wanted = {
-        name: [f"{name} {n} " + "x" * n for n in range(60)]
-        for name in ("a.jsonl", "b.JSON", "c.jsonl.xz", "d.json.gz")
-    }
-    files = {name: b"".join(line(one) + b"\n" for one in those) for name, those in wanted.items()}
-    files["b.JSON"] = files["b.JSON"][:-9]
-    files = {name: PACK.get(name[-2:], bytes)(content) for name, content in files.items()}
-    files |= {
-        "../e.txt": b'{"text": "a document of its own"}',
-        "f.json": b'{"text": "small"}',
-        "g.json": b"\n[]",
-    }
-    (tmp_path / "t.tar").write_bytes(archive(files))
-    with tarfile.open(tmp_path / "t.tar", "a") as tar:
+def test_links_and_devices_in_an_archive_are_skipped(tmp_path):
+    path = tmp_path / "t.tar"
+    path.write_bytes(archive({"../a.txt": b"a", "b.json": line("b")}))
+    with tarfile.open(path, "a") as tar:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE):
             member = tarfile.TarInfo("link.json")
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-    found = units_in(tmp_path / "t.tar")
-    expected = [
-        (one, f"{name}:{n}") for name, those in wanted.items() for n, one in enumerate(those, 1)
-    ]
-    expected += [('{"text": "a document of its own"}', "../e.txt"), ("small", "f.json:1")]
-    assert len(found) == len(expected) + 1
-    for (one, place), (right, where) in zip(found, expected, strict=False):
-        assert place == f"{tmp_path / 't.tar'}:{where}"
-        assert one == right or (where == "b.JSON:60" and one.reason == "not JSON")
-    assert found[-1][0].reason == "not a JSON object" and found[-1][1].endswith(":g.json:2")
-    assert (
-        max(sum(part.size for part in piece.parts) for piece in pieces_of(tmp_path / "t.tar"))
-        < 5000
-    )
-
-
-def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "LONGEST", 5000)
-    monkeypatch.setattr(limits, "CHUNK", 500)
-    files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000)}
-    files |= {"d.txt": b"d\nd\xe9", "e.jsonl": b"\xe9", "f.txt": b"f"}
-    (tmp_path / "t.tar.gz").write_bytes(archive(files, "w:gz"))
-    long = "longer than 5,000 bytes"
-    kinds = ["a", long, long, "not UTF-8", "not UTF-8", "f"]
-    places = [*list(files)[:3], "d.txt:2", "e.jsonl:1", "f.txt"]
-    assert kinds_and_places(tmp_path / "t.tar.gz") == list(zip(kinds, places, strict=True))
+    assert kinds_and_places(path) == [("a", "../a.txt"), ("b", "b.json:1")]
 
 
 def test_skippable_frames_of_zstd(tmp_path):
     """They may be anywhere; pzstd writes one first."""
-    packed = [
-        zstandard.compress(b"".join(line(f"{m} {n}") + b"\n" for n in range(5000)))
-        for m in range(2)
-    ]
-    for number in (0, 15):
-        skipped = (0x184D2A50 + number).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
-        (tmp_path / "a").write_bytes(skipped + packed[0] + skipped + skipped + packed[1] + skipped)
-        assert texts_of(tmp_path / "a") == [f"{m} {n}" for m in range(2) for n in range(5000)]
+    one, two = (zstandard.compress(line(name) + b"\n") for name in ("one", "two"))
+    for number in (0x50, 0x5F):
+        skipped = bytes([number, 0x2A, 0x4D, 0x18, 3, 0, 0, 0]) + b"abc"
+        (tmp_path / "a").write_bytes(skipped + one + skipped + skipped + two + skipped)
+        assert texts_of(tmp_path / "a") == ["one", "two"]
 
 
 def test_several_layers_of_compression(tmp_path):
-    (tmp_path / "a").write_bytes(gzip.compress(lzma.compress(gzip.compress(line("a")))))
-    assert texts_of(tmp_path / "a") == ["a"]
     (tmp_path / "b.tar").write_bytes(gzip.compress(gzip.compress(archive({"a.txt": b"b"}))))
     assert texts_of(tmp_path / "b.tar") == ["b"]
     packed = line("a")
@@ -703,7 +563,7 @@ def repeating(path, text, rows, **how):
         )
 
 
-@pytest.mark.parametrize("kind", ["zstd", "brotli", "gzip", "snappy", "none", "arrow"])
+@pytest.mark.parametrize("kind", ["zstd", "none", "arrow"])
 @pytest.mark.fault("F28")
 @pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
 def test_a_table_that_repeats_a_long_text(tmp_path, kind):
@@ -718,11 +578,12 @@ def test_a_table_that_repeats_a_long_text(tmp_path, kind):
     ] * 2
 
 
-@pytest.mark.parametrize("text, dictionary", [("a" * (80 << 20), True), ("a" * (80 << 20), False)])
-def test_a_column_that_unpacks_to_much(tmp_path, text, dictionary):
-    """Neither is unpacked: a dictionary of 80 MB, and a page of 80 MB in a few bytes."""
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_column_that_unpacks_to_much(tmp_path, monkeypatch, dictionary):
+    """Neither is unpacked: a large dictionary, and a large page in a few bytes."""
+    monkeypatch.setattr(tables, "DICTIONARY", 1 << 20)
     path = tmp_path / "a.parquet"
-    texts = pyarrow.table({"text": [text]})
+    texts = pyarrow.table({"text": ["a" * (5 << 20)]})
     options = {
         "use_dictionary": dictionary,
         "dictionary_pagesize_limit": 1 << 30,
@@ -735,41 +596,18 @@ def test_a_column_that_unpacks_to_much(tmp_path, text, dictionary):
 
 def test_a_json_array_is_reported_once(tmp_path):
     many = [{"text": str(n)} for n in range(5)]
-    for content in (
-        json.dumps(many),
-        json.dumps(many, indent=1),
-        " \n[\n" + ",\n".join(map(json.dumps, many)) + "]",
-    ):
-        for path, given in (
-            ("a.json", content.encode()),
-            ("a.gz", gzip.compress(content.encode())),
-        ):
-            (tmp_path / path).write_bytes(given)
-            bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, Rejected)]
-            assert "one object a line is needed: jq -c '.[]'" in str(bad[0])
-            assert not any("jq" in str(one) for one in bad[1:])
-    (tmp_path / "a.json").write_text("[Chapter 1]\n")
-    assert "jq" not in str(units_in(tmp_path / "a.json")[0][0])
+    path = tmp_path / "a.json"
+    for content in (json.dumps(many), json.dumps(many, indent=1)):
+        path.write_text(content)
+        first, *others = [str(one) for one, _ in units_in(path) if isinstance(one, Rejected)]
+        assert "one object a line is needed: jq -c '.[]'" in first and "jq" not in "".join(others)
+    path.write_text("[Chapter 1]\n")
+    assert "jq" not in str(units_in(path)[0][0])
 
 
 def test_a_table_in_a_stream_is_reported(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"PAR1\x15\x04\x15"))
     assert "a.gz is a table (parquet) in a stream" in error_of(lambda: texts_of(tmp_path / "a.gz"))
-
-
-def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "PIECE", 100)
-    paths = []
-    for n in range(4):
-        content = b"".join(line(f"{n}.{k}") + b"\n" for k in range(100 + 50 * n))
-        paths.append(str(tmp_path / f"{n}"))
-        (tmp_path / f"{n}").write_bytes(gzip.compress(content) if n == 2 else content)
-    whole = pieces_of(*paths)
-    for size in (1, 2, 3, 5, 50):
-        parts = [pieces_of(*paths, ranks=(rank, size)) for rank in range(size)]
-        assert [piece for part in parts for piece in part] == whole
-        if size <= 3:
-            assert min(map(len, parts)) > 3
 
 
 def test_missing_packages(tmp_path, monkeypatch):

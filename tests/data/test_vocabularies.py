@@ -264,9 +264,17 @@ def write_rank_list(path, tokens):
 
 
 @pytest.mark.flag("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-@pytest.mark.parametrize("name", ["v1", "v2"])
-@pytest.mark.parametrize("given", [{}, {"vocab_size": 280, "tiktoken_num_special_tokens": 20}])
-@pytest.mark.parametrize("words", [[], [*MEGATRON_WORDS, "<|endoftext|>"]])
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("v1", {}, []),
+        (
+            "v2",
+            {"vocab_size": 280, "tiktoken_num_special_tokens": 20},
+            [*MEGATRON_WORDS, "<|endoftext|>"],
+        ),
+    ],
+)
 def test_megatron_s_list_of_ranks(ranks, tmp_path, name, given, words):
     tokens = list(tiktoken.load.load_tiktoken_bpe(str(ranks)))
     path = write_rank_list(tmp_path / "vocab.json", tokens)
@@ -408,28 +416,15 @@ def test_a_run_folder_keeps_each_with_its_hash(request, tmp_path, kind):
     refused(BAD_DATA, "SHA-256 differs", lambda: build_tokenizer(Flags(), folder))
 
 
-@pytest.mark.parametrize("kind", ["llama", "ranks", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "ranks"])
 def test_from_text_to_a_model_that_continues_it(request, tmp_path, capsys, kind):
     given = str(request.getfixturevalue(kind))
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 32"
     length = "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3"
     run = train_on_texts(tmp_path, [TEXT] * 8, ["--tokenizer", given], f"{shape} {length}".split())
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "generate",
-                "--load",
-                str(run),
-                "--prompt",
-                "the",
-                "--max-new-tokens",
-                "4",
-                "--device=cpu",
-            ]
-        )
-        == 0
-    )
+    continuing = "--prompt the --max-new-tokens 4 --device=cpu".split()
+    assert main(["generate", "--load", str(run), *continuing]) == 0
     assert capsys.readouterr().out.startswith("the")
 
 
@@ -452,7 +447,7 @@ def test_an_export_for_transformers_has_the_same_ids(llama, bert, tmp_path, kind
     assert not notes and again.name == ours.name and len(theirs) == ours.size == again.size
     assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eod, ids["bos_token_id"])
     special = [word for word in ours.special if kind in ("llama", "llama2")]
-    for text in [TEXT, "", *random_texts(300)]:
+    for text in [TEXT, "", *random_texts(100)]:
         if not any(word in text for word in special):
             assert theirs.encode(text) == ours.encode(text) == again.encode(text)
 
@@ -479,13 +474,12 @@ def test_an_export_says_what_transformers_cannot_read(tmp_path):
 @pytest.mark.parametrize(
     "pattern", [PATTERN, vocabularies.R50K, vocabularies.CL100K, vocabularies.O200K]
 )
-@pytest.mark.parametrize("normalization", [None, "NFC"])
-def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization, pattern):
+def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, pattern):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "from").mkdir()
     shutil.copy(ranks, tmp_path / "from")
     encoding = json.loads(ranks.with_name("encoding.json").read_bytes())
-    encoding |= {"normalization": normalization, "pattern": pattern}
+    encoding |= {"normalization": "NFC" if pattern == PATTERN else None, "pattern": pattern}
     (tmp_path / "from/encoding.json").write_text(json.dumps(encoding))
     ours, notes, out = named(tmp_path / "from/tiny.tiktoken"), [], tmp_path / "to"
     out.mkdir()
@@ -495,7 +489,7 @@ def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization
         302,
         theirs.eos_token_id,
     )
-    for text in [TEXT, "", *random_texts(300)]:
+    for text in [TEXT, "", *random_texts(100)]:
         ids = ours.encode(text)
         assert ids == again.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ids) == again.decode(ids)

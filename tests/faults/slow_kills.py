@@ -1,7 +1,5 @@
 """Kill runs whose disk and storage take seconds to minutes; no step that was saved may be lost.
 
-    PYTHONPATH=src:tests python -m faults.slow_kills --kills 40 --jobs 2
-
 Runs on a local disk and in object storage are killed at random, while they start, train or save;
 half of those in storage go on with an empty disk, and take over the lease. A launch that ends by
 itself, or that goes on from an older step than the newest complete one, has lost steps.
@@ -9,11 +7,9 @@ itself, or that goes on from an older step than the newest complete one, has los
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,24 +130,3 @@ def kill_slow_runs(kills: int, jobs: int, seed: int, folder: Path) -> dict[str, 
                 print(*run.ends, sep="\n", end="\n" * bool(run.ends))
             print(f"{kept['kills']} of {kills} kills", flush=True)
     return kept
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = kill_slow_runs(given.kills, given.jobs, given.seed, Path(folder))
-    print(
-        f"{figures['kills']} kills of {figures['runs']} runs with slow disks and storage, {figures['launches']} "
-        f"launches: {figures['lost']} steps lost, {figures['differing']} losses differ"
-    )
-    return int(figures["kills"] < given.kills or figures["lost"] + figures["differing"] > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

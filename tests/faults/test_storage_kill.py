@@ -53,13 +53,13 @@ def wrong_steps(bucket: Bucket) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.fault("F36")
-@pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.long)])
 def test_kills(
-    kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figures: Callable[..., None]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figures: Callable[..., None]
 ) -> None:
     rng, done, runs = random.Random(0), 0, 0
-    kills = int(os.environ.get("KILLS", kills))
+    kills = int(os.environ.get("KILLS", 200))
     with serving_bucket(monkeypatch) as bucket:
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         clean = tmp_path / "clean"

@@ -16,7 +16,7 @@ def report(
 
 def test_lines() -> None:
     one, two = (
-        "checkpoint/test_native.py::test_200_bit_flips_never_load",
+        "checkpoint/test_native.py::test_bit_flips_never_load",
         "test_kill.py::test_kills_at_random_moments",
     )
     reports = [report(one, "F8", flips="200/200"), report(one, "F8", when="teardown")]
@@ -34,7 +34,7 @@ def test_lines() -> None:
 
 
 def test_a_failure_counts_at_any_stage() -> None:
-    node = "checkpoint/test_native.py::test_200_bit_flips_never_load"
+    node = "checkpoint/test_native.py::test_bit_flips_never_load"
     for when in ("setup", "call", "teardown"):
         ends = [report(node, "F8")] if when == "teardown" else []
         first, last = summary.lines([*ends, report(node, "F8", "failed", when)])

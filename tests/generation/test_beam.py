@@ -91,30 +91,6 @@ def test_scores_are_those_of_the_model(pair):
         assert found.score == pytest.approx(sum(chosen), abs=1e-5)
 
 
-def test_one_candidate_is_greedy(pair):
-    mine, _ = pair
-    (found,) = beam.search_beams(mine, request([6], 9), BeamOptions(1))
-    assert found.text == mine.generate("6", max_new_tokens=9, greedy=True)
-    assert beam.search_beams(mine, request([], 5), BeamOptions(1))[0].text == mine.generate(
-        "", max_new_tokens=5, greedy=True
-    )
-
-
-def test_a_stop_string_ends_a_text(pair):
-    mine, _ = pair
-    plain = beam.search_beams(mine, request([6], 9), BeamOptions(3, 0.0))[0]
-    stop = f" {plain.text.split()[2]}"
-    found = beam.search_beams(mine, request([6], 9, stop=(stop,)), BeamOptions(3, 0.0))
-    assert found[0].finish == "stop" and all(stop not in f.text for f in found)
-    assert plain.text.split(stop)[0] in [f.text for f in found]
-
-
-def test_the_whole_sequence_length_is_used(pair):
-    mine, _ = pair
-    found = beam.search_beams(mine, request([6], 999), BeamOptions(2, 9.0))
-    assert max(len(f.tokens) for f in found) == LENGTH - 1
-
-
 def test_what_cannot_be_searched(pair):
     mine, _ = pair
     with pytest.raises(UserError, match="beam width of 0"):

@@ -16,7 +16,6 @@ from three_sentences import BEAR, CAT, DOG, LENGTH, SENTENCES, SHAPE, learn
 from helpers import flip_bit
 from meshwright.__main__ import main
 from meshwright.data import tokenizers
-from meshwright.generation import language_model, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,9 +77,9 @@ def test_temperature(samples):
 )
 def test_filters(samples, all_three, fewer, count, one):
     """There are three beginnings, of about 6, 3 and 2 elevenths; a filter leaves the likeliest."""
-    assert {text[0] for text in texts(samples(all_three, n=60))} == {"t", "a", "e"}
-    assert len({text[0] for text in texts(samples(fewer, n=60))}) == count
-    assert set(texts(samples(one))) == {CAT}
+    assert {text[0] for text in texts(samples(all_three, n=40))} == {"t", "a", "e"}
+    assert len({text[0] for text in texts(samples(fewer, n=40))}) == count
+    assert set(texts(samples(one, n=3))) == {CAT}
 
 
 @pytest.mark.flag("repetition_penalty")
@@ -99,17 +98,9 @@ def test_seed(samples):
 
 
 @pytest.mark.flag("recompute")
-@pytest.mark.parametrize("flag", ["--micro-batch-size=1", "--micro-batch-size=5", "--recompute"])
+@pytest.mark.parametrize("flag", ["--micro-batch-size=5", "--recompute"])
 def test_samples_depend_on_no_batch_and_no_cache(samples, flag):
     assert samples(flag) == samples("--micro-batch-size=99")
-
-
-@pytest.mark.parametrize("flag", ["--fp16", "--bf16", "--params-dtype=float64"])
-def test_precision(generate, flag):
-    for more in ("--greedy", "--top_p=0.1", "--recompute"):
-        assert generate(
-            flag, more, "--top_k=1" if more == "--recompute" else "--seed=1", "--prompt", "the c"
-        )[1] == (f"{CAT}\n")
 
 
 # Lengths
@@ -131,11 +122,6 @@ def test_seq_length_may_be_filled_exactly(samples, generate, tmp_path):
     assert status == 2 and "10 tokens" in err and "reads 10" in err
 
 
-def test_end_of_document_ends_a_row(samples):
-    for row in samples("--top_p=0.9"):  # whole characters
-        assert row["finished"] and row["length"] == len(row["text"].encode()) < LENGTH
-
-
 # Files
 
 
@@ -143,7 +129,7 @@ def test_end_of_document_ends_a_row(samples):
 def test_num_samples_and_genfile(generate, tmp_path):
     path = tmp_path / "samples.json"
     path.write_text("old\n" * 100)
-    for n in (1, 7, 8, 9):
+    for n in (1, 9):
         status, out, _ = generate("--num-samples", n, "--genfile", path, "--micro-batch-size", "4")
         rows = [
             json.loads(line)
@@ -182,7 +168,7 @@ def test_sample_output_file(generate, tmp_path):
     path, out = tmp_path / "p", tmp_path / "answers"
     path.write_text("the ca\nthe c\na\n")
     contents = set()
-    for size in (1, 2, 3):  # prompts of different lengths in one batch: each as if alone
+    for size in (1, 3):  # prompts of different lengths in one batch: each as if alone
         assert (
             generate(
                 "--sample-input-file", path, "--sample-output-file", out, "--micro-batch-size", size
@@ -241,11 +227,6 @@ def test_interactive(generate):
     assert "the dog" not in out and "Press Enter" not in out and "\033" not in out
 
 
-def test_temperature_0_is_greedy_and_lengths_have_two_names(generate):
-    greedy = generate("--greedy", "--prompt", "the", "--out-seq-length=3")[1]
-    assert generate("--temperature=0", "--prompt", "the", "--max-new-tokens=3")[1] == greedy
-
-
 def test_interactive_in_a_terminal(generate, monkeypatch):
     class Terminal(io.TextIOWrapper):
         def isatty(self):
@@ -276,19 +257,8 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert "integers separated by white space" in err and "id 99 is not in 0 ... " in err
     assert re.fullmatch(r"\d+( \d+)*\n", out)
-    assert (
-        main(
-            [
-                "generate",
-                str(tmp_path / "r"),
-                "--device=cpu",
-                "--out-seq-length=5",
-                "--prompt=1 2",
-                *flags,
-            ]
-        )
-        == 0
-    )
+    prompted = ["generate", str(tmp_path / "r"), "--device=cpu", "--prompt=1 2", *flags]
+    assert main(prompted) == 0
     assert re.fullmatch(r"1 2( \d+)*\n", capsys.readouterr().out)
 
 
@@ -302,12 +272,6 @@ def test_an_input_without_a_prompt_is_refused(generate, typed):
 # Characters
 
 
-def test_terminal_bytes_that_are_not_utf8(generate):
-    assert terminal.replace_surrogates("a\udcffb") == "a�b"
-    assert generate("--prompt", "a\udcff", "--out-seq-length=1")[0] == 0
-    assert generate(typed="a\udcff\n")[0] == 0
-
-
 # What is refused
 
 
@@ -318,15 +282,6 @@ def test_contradicting_flags_are_listed_together(generate):
     assert status == 65 and "--num-layers 3, the checkpoint has 2" in err
     assert "--hidden-size 64, the checkpoint has 32" in err
     assert f"--seq-length 99, the checkpoint has {LENGTH} positions" in err and "heads" not in err
-
-
-def test_flags_that_agree_with_the_checkpoint_are_accepted(generate):
-    assert (
-        generate(*SHAPE, "--ffn-hidden-size=128", "--kv-channels=8", "--greedy", "--prompt", "a d")[
-            0
-        ]
-        == 0
-    )
 
 
 def test_missing_tokenizer(generate, run, tmp_path):
@@ -349,12 +304,7 @@ def test_missing_tokenizer(generate, run, tmp_path):
 def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
     """It is refused: the same ids would mean other text."""
     tokenizers.train_bpe([" ".join(SENTENCES)] * 3, 270, tmp_path)
-    named = [
-        "--vocab-file",
-        str(tmp_path / "vocab.json"),
-        "--merge-file",
-        str(tmp_path / "merges.txt"),
-    ]
+    named = [f"--vocab-file={tmp_path}/vocab.json", f"--merge-file={tmp_path}/merges.txt"]
     shutil.copytree(run, tmp_path / "run")
     tokenizers.save_tokenizer(
         tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt"),
@@ -375,18 +325,6 @@ def test_reaching_the_sequence_length_is_noted(generate):
     assert "ends" not in generate("--greedy", "--prompt", "a d", "--out-seq-length", "2")[2]
 
 
-def test_damaged_checkpoint(generate, run, tmp_path):
-    """One flipped bit in the weights is refused."""
-    shutil.copytree(run, tmp_path / "run")
-    (weights,) = (tmp_path / "run").glob("iter_*/*.safetensors")
-    # the optimizer's, perhaps: --verify full reads all
-    flip_bit(weights, 8 * weights.stat().st_size - 70)
-    status, _, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
-    assert status == 65 and weights.name in err and "Traceback" not in err
-    weights.unlink()
-    assert generate("--prompt", "a", load=tmp_path / "run")[0] == 65
-
-
 def test_several_damaged_steps_give_way(generate, run, tmp_path):
     """The newest has a bad manifest, the next one a flipped bit, the third is complete."""
     shutil.copytree(run, tmp_path / "run")
@@ -403,37 +341,6 @@ def test_several_damaged_steps_give_way(generate, run, tmp_path):
         path.unlink()
     status, _, err = generate("--prompt", "a", load=tmp_path / "run")
     assert status == 65 and whole.name in err and "iter_0009998" in err
-
-
-def test_no_checkpoint(generate, tmp_path, capsys):
-    status, out, err = generate("--prompt", "a", load=tmp_path / "none")
-    assert (status, out) == (65, "") and err == (
-        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the save folder of a training, "
-        "or another program's checkpoint\n"
-    )
-    status, _, err = generate("--prompt", "a", load=tmp_path)
-    assert status == 65 and str(tmp_path) in err
-    assert main(["generate", "--prompt", "a"]) == 2
-    assert "--load" in capsys.readouterr().err
-
-
-def test_a_step_can_be_named(generate, run):
-    (step,) = run.glob("iter_*")
-    assert generate("--greedy", "--prompt", "a d", load=step)[:2] == (0, f"{DOG}\n")
-
-
-@pytest.mark.parametrize("flag", ["--greedy", "--top_p=0.9"])
-def test_logits_that_are_not_finite(generate, monkeypatch, flag):
-    load = language_model.load_model
-
-    def damaged(*args, **layout):
-        found = load(*args, **layout)
-        found.model.wte.weight[0] = float("nan")
-        return found
-
-    monkeypatch.setattr(language_model, "load_model", damaged)
-    status, _, err = generate(flag, "--prompt", "a")
-    assert status == 70 and "not finite" in err
 
 
 def test_flags_without_effect_are_noted(generate, run):
@@ -516,13 +423,3 @@ def test_a_terminal_sees_nothing_of_the_loading(program, monkeypatch):
     assert "checkpoint version" in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert "checkpoint" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
-
-
-def test_more_tokens_than_the_model_reads_are_announced(program):
-    assert (
-        "before --max-new-tokens 5000"
-        in program("generate", "--prompt=a", "--max-new-tokens=5000")[2]
-    )
-    assert (
-        "before --max-new-tokens" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
-    )

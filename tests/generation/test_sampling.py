@@ -79,28 +79,6 @@ def test_top_p_keeps_the_smallest_set_that_passes_p():
         )
 
 
-def test_top_p_by_hand():
-    logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
-    for p, want in (
-        (0.01, {1}),
-        (0.49, {1}),
-        (0.51, {1, 3}),
-        (0.74, {1, 3}),
-        (0.76, {1, 2, 3}),
-        (0.95, {0, 1, 2, 3}),
-    ):
-        assert kept(filtered(logits, top_p=p)) == want, p
-    assert kept(filtered(logits, top_p=1.0)) == {0, 1, 2, 3}
-    assert kept(filtered(torch.zeros(4), top_p=0.4)) == {0, 1}  # ties: in the order of their ids
-
-
-def test_filters_do_not_change_what_they_keep():
-    for logits, _ in cases(50):
-        for left in (filtered(logits, 3), filtered(logits, top_p=0.7), filtered(logits, min_p=0.1)):
-            stay = left > -INF
-            assert torch.equal(left[stay], logits[stay])
-
-
 def test_min_p_keeps_a_share_of_the_likeliest():
     for logits, random in cases():
         p = float(torch.rand((), generator=random))
@@ -117,13 +95,6 @@ def test_the_penalty():
     )
     assert sampling.penalise(logits, seen, row(4.0)).tolist() == [[0.5, -8.0, 1.0, -1.0]]
     assert torch.equal(sampling.penalise(logits, seen, row(1.0)), logits)
-
-
-def test_penalties_by_count():
-    logits, counts = torch.tensor([[2.0, 2.0, -1.0]]), torch.tensor([[0, 1, 3]])
-    assert sampling.penalise_counts(logits, counts, row(0.5), row(0.25)).tolist() == [
-        [2.0, 1.25, -2.25]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -152,50 +123,6 @@ def test_temperature_limits():
     assert set(choose(logits, Sampling(temperature=1e30), 200)) == {0, 1, 2, 3}
     scaled = sampling.apply_temperature(logits[None].double(), row(2.0))
     assert torch.allclose(scaled.softmax(-1), (logits[None].double() / 2).softmax(-1))
-
-
-def test_an_impossible_token_is_never_drawn():
-    for logits, _ in cases():
-        for token in choose(logits, Sampling(), 20):
-            assert logits[token] > -INF
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_large_logits(dtype):
-    logits = torch.tensor([0.0, 60000.0, 59000.0], dtype=dtype)
-    for settings in (
-        Sampling(greedy=True),
-        Sampling(),
-        Sampling(top_p=0.9),
-        Sampling(temperature=0.1, top_k=2),
-    ):
-        assert choose(logits, settings) == [1]
-
-
-def test_a_row_depends_on_no_other():
-    """Rows with different flags in one call, under the kind that some of them need, and alone."""
-    every = [
-        Sampling(greedy=True),
-        Sampling(),
-        Sampling(temperature=0.7, top_k=3),
-        Sampling(top_p=0.5, min_p=0.2),
-    ]
-    random = torch.Generator().manual_seed(3)
-    logits, at = torch.randn(4, 30, generator=random), torch.tensor([5, 5, 8, 9])
-    key = torch.tensor([sampling.stream_key(1, i) for i in range(4)])
-    controls = [
-        torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(3)
-    ]
-    controls += [torch.tensor([s.top_k for s in every]), key]
-    together = sampling.sample_tokens(
-        logits, ChoiceParts(False, True, True), Controls(*controls), at
-    )
-    for i, s in enumerate(every):
-        mine = Controls(*(x[i : i + 1] for x in controls))
-        assert (
-            sampling.sample_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1])
-            == together[i]
-        )
 
 
 def test_uniform_numbers():

@@ -162,15 +162,6 @@ def test_a_bad_template_is_refused(tmp_path, text, message):
     assert caught.value.status == BAD_DATA and str(tmp_path / "x") in str(caught.value)
 
 
-def test_special_tokens_of_gpt2s_files(tmp_path):
-    tokenizers.train_bpe(["the cat"], 262, tmp_path)
-    t = tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt")
-    ids = t.encode_special("a<|endoftext|><|endoftext|>b")
-    assert ids == [*t.encode("a"), t.eod, t.eod, *t.encode("b")] and t.eod not in t.encode(
-        "<|endoftext|>"
-    )
-
-
 @pytest.mark.parametrize(
     "text",
     [

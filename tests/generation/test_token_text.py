@@ -3,17 +3,10 @@
 import random
 
 import pytest
-import torch
 
 from helpers import spaced_words
-from meshwright.config.schema import Model, Sampling
 from meshwright.data import tokenizers
-from meshwright.generation.beam import BeamOptions, search_beams
-from meshwright.generation.decoder import complete
-from meshwright.generation.language_model import LanguageModel
-from meshwright.generation.requests import Request, text_until_stop
 from meshwright.generation.text import TokenText
-from meshwright.model.gpt import GPT
 
 
 class FixedTokens:
@@ -50,10 +43,6 @@ def test_no_character_is_broken(replaces):
     assert "".join(pieces_of(FixedTokens(broken, replaces), range(4))) == "a�b�"
 
 
-def test_pieces_come_as_soon_as_they_are_complete():
-    assert pieces_of(tokenizers.Bytes(), "Bär".encode()) == ["B", "", "ä", "r", ""]
-
-
 def cut(text, *stop):
     """Return each piece of a text of bytes, its end, and whether a stop string ended it."""
     s = TokenText(tokenizers.Bytes(), stop)
@@ -73,16 +62,6 @@ def test_nothing_of_a_stop_string_is_shown():
     assert cut("x", "")[0] == ["x"]  # an empty string ends nothing
 
 
-def test_a_stop_string_within_one_token():
-    many = FixedTokens([b"one st", b"op two", b"three"], False)
-    assert text_until_stop(many, Request([], stop=("stop",)), range(3)) == ("one ", True)
-    assert text_until_stop(many, Request([], stop=("two", "op")), range(3)) == ("one st", True)
-    assert text_until_stop(many, Request([], stop=("four",)), range(3)) == (
-        "one stop twothree",
-        False,
-    )
-
-
 @pytest.fixture
 def spaced(tmp_path):
     return spaced_words(tmp_path)
@@ -91,34 +70,3 @@ def spaced(tmp_path):
 def test_text_after_a_prompt_keeps_its_space(spaced):
     assert pieces_of(spaced, [0, 1]) == ["a", " b", ""]
     assert pieces_of(spaced, [0, 1], before=[1, 1]) == [" a", " b", ""]
-
-
-def test_one_text_until_stop_a_prompt(spaced, monkeypatch):
-    """The library's function, a batch, a beam search and a stop string agree on the first space."""
-    m = Model(num_layers=1, hidden_size=8, num_attention_heads=2)
-    network = GPT(m, 3, 8, 16).eval().requires_grad_(False)
-    model = LanguageModel(network, spaced, 0, 16)
-    monkeypatch.setattr(network, "forward", lambda tokens, where, last_only: likely_a(tokens))
-    for texts in (
-        [model.generate([1], greedy=True, max_new_tokens=2)],
-        [
-            t.text
-            for t in complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2))], 1)
-        ],
-        [search_beams(model, Request([1], Sampling(out_seq_length=2)), BeamOptions(1))[0].text],
-    ):
-        assert texts == [" a a"]
-    (text,) = complete(
-        model, [Request([1], Sampling(greedy=True, out_seq_length=9), stop=(" a",))], 1
-    )
-    assert (text.text, text.tokens, text.finish) == ("", [0], "stop")
-    (text,) = complete(
-        model, [Request([1], Sampling(greedy=True, out_seq_length=2), is_alone=True)], 1
-    )
-    assert text.text == "a a"
-
-
-def likely_a(tokens):
-    logits = torch.zeros(len(tokens), 1, 8)
-    logits[..., 0] = 9.0
-    return logits

@@ -126,29 +126,6 @@ def test_steps_equal_torchs(low, clip, scale):
         assert ours.weights.isnan().sum() == SIZE - owned().sum()
 
 
-@pytest.mark.parametrize("is_cautious", [False, True])
-def test_references_agree(monkeypatch, is_cautious):
-    settings, both = SETTINGS._replace(is_cautious=is_cautious), []
-    for uses_kernels in (True, False):
-        monkeypatch.setattr(
-            devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels
-        )
-        buffers, table = make(torch.float32, torch.bfloat16)
-        constants = adamw.make_constants(SETTINGS, 1.0, DEVICE, KINDS)
-        step = torch.zeros((), device=DEVICE)
-        decisions = []
-        for i in range(3):
-            buffers.gradients.copy_(draw(SIZE, seed=i))
-            total = adamw.sum_squares(buffers.gradients, table)
-            decisions.append(adamw.decide(constants, numbers(total.item(), scale=2.0), step))
-            adamw.update_blocks(buffers, table, settings, decisions[-1])
-        both.append((buffers, torch.stack(decisions)))
-    (a, da), (b, db) = both
-    torch.testing.assert_close(da, db, rtol=2e-7, atol=0)
-    for x, y in zip(a[1:4], b[1:4], strict=True):
-        assert (x - y).norm() < BOUND * y.norm()
-
-
 @pytest.mark.parametrize("uses_kernels", [True, False])
 def test_a_cautious_decay_spares_what_the_update_turns_away_from_0(monkeypatch, uses_kernels):
     """Compare three steps with a step without decay and the decay of the elements that have one."""
@@ -250,14 +227,6 @@ def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch
         torch.testing.assert_close(
             decision[[adamw.NORM, adamw.SHRINK]], torch.stack([norm, shrink])
         )
-
-
-@pytest.mark.parametrize("ranges", [[], RANGES[1:2], RANGES])
-def test_squares_count_the_tables_blocks(ranges):
-    x = draw(SIZE) * torch.arange(SIZE, device=DEVICE)
-    table = adamw.make_table(ranges, DEVICE)
-    want = sum(float(x[a:b].double().square().sum()) for a, b, *_ in ranges)
-    assert adamw.sum_squares(x, table).item() == pytest.approx(want, rel=1e-7)
 
 
 def test_many_tiles_of_one_program(monkeypatch):

@@ -173,18 +173,6 @@ def test_pick(dtype, is_drawn, monkeypatch):
         assert torch.equal(rows.token[known], want.token[known])
 
 
-def test_each_decoder_has_its_counters():
-    """Decoders in several threads or streams may run their kernels at once."""
-    from meshwright.kernels.triton import decode as kernels
-
-    one, other = rows_of(3).used, rows_of(3).used
-    assert kernels.counters(one, 4) is kernels.counters(one, 4) is not kernels.counters(other, 4)
-    assert (
-        kernels.counters(one, 8).tolist() == [0] * 8
-        and kernels.counters(one, 4).tolist() == [0] * 4
-    )
-
-
 def test_each_text_has_its_counter(monkeypatch):
     from meshwright.kernels.triton import decode as kernels
 

@@ -136,16 +136,14 @@ def test_recomputed_unused_outputs_and_no_gradients(shape, with_kernels):
         assert not any(y.requires_grad for y in run(shape, qkv, rotation, bias))
 
 
-def test_every_tile_gives_the_same_sums(monkeypatch):
+def test_every_tile_gives_the_same_sums():
     from meshwright.kernels.triton import heads as heads_triton
 
     qkv, _, rotation, grads = case("rope", torch.float32, (3, 5))
     want = wanted("rope", qkv, rotation, grads)[1]
     sizes = HeadSizes(*SHAPES["rope"][:3])
-    for tile in (heads_triton.TILE, heads_triton.SlotTile(4, 2), heads_triton.SlotTile(8, 1, 3, 2)):
+    for tile in (heads_triton.TILE, heads_triton.SlotTile(8, 1, 3, 2)):
         grad, partials = heads_triton.pack(grads, sizes, rotation, True, tile=tile)
         assert partials.shape == (-(-5 // tile.step) * -(-3 // tile.samples), qkv.shape[-1])
         assert distance(grad, want) < 1e-6 and distance(partials.sum(0), want.sum((0, 1))) < 1e-6
     assert heads_triton.pack(grads, sizes, rotation, False)[1] is None
-    monkeypatch.setattr(heads_triton, "TILE", heads_triton.SlotTile(1, 1))
-    assert len(heads_triton.pack(grads, sizes, rotation, True)[1]) == 15

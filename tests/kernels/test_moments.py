@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -79,7 +78,7 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(with_kernels, dtype):
     at = torch.searchsorted(known, within).clamp(1, len(known) - 1)
     low, high = known[at - 1], known[at]
     low = torch.where(within == high, high, low)
-    times = 64 if with_kernels else 512
+    times = 40 if with_kernels else 512
     got = torch.stack(
         [moments.expanded(stored(values, dtype, number)) for number in range(1, times + 1)]
     )
@@ -104,7 +103,7 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(with_kernels, dtype):
 def test_kernels_store_the_codes_of_their_reference(monkeypatch, dtype):
     from meshwright.kernels import references
 
-    values, codes = spread(5000, dtype), []
+    values, codes = spread(2000, dtype), []
     for uses_kernels in (False, True):
         monkeypatch.setattr(
             references, "is_triton", lambda x, uses_kernels=uses_kernels: uses_kernels
@@ -119,17 +118,6 @@ def test_kernels_store_the_codes_of_their_reference(monkeypatch, dtype):
         assert torch.equal(plain[0], kernel[0]) and torch.equal(plain[1], kernel[1])
         assert not torch.equal(plain[0], plain[1])
     assert not torch.equal(codes[0][0], codes[2][0])
-
-
-def test_a_skipped_step_stores_nothing(with_kernels):
-    code = torch.full((300,), 7, dtype=torch.int8, device=DEVICE)
-    moments.store(
-        torch.ones(300, device=DEVICE),
-        code,
-        PlaceDraws(PLACE, step()),
-        torch.ones((), device=DEVICE),
-    )
-    assert (code == 7).all()
 
 
 def test_draws_are_uniform_and_independent():
@@ -184,11 +172,6 @@ def test_every_part_draws_what_the_full_tensor_does(full, box):
     assert torch.equal(drawn[1:].flatten()[: math.prod(full)], whole.flatten())
 
 
-def test_two_cuts_that_leave_gaps_of_two_lengths_are_refused():
-    with pytest.raises(ValueError, match="no simple place"):
-        moments.place_of("x", (4, 6, 8), (0, 3, 4), (4, 3, 4))
-
-
 @pytest.mark.parametrize("target", [torch.float32, *FORMATS[:2]])
 @pytest.mark.parametrize("source", [torch.float32, *FORMATS[:2]])
 def test_a_first_moment_changes_its_format(source, target):
@@ -206,18 +189,3 @@ def test_a_first_moment_changes_its_format(source, target):
         (got - want).abs() <= eps[target] * want.abs() + (2.0**-29 if target is torch.int8 else 0)
     ).all()
     assert source is not target or torch.equal(before, after)
-
-
-def test_a_small_change_is_not_lost_in_the_mean():
-    """To the nearest, a second moment that shrinks by a thousandth a step would never move."""
-    for dtype in (torch.bfloat16, torch.uint8):
-        v = torch.full((4096,), 1e-4, device=DEVICE)
-        for number in range(1, 301):
-            v = moments.expanded(stored(0.999 * v, dtype, number))
-        assert v.mean().item() == pytest.approx(1e-4 * 0.999**300, rel=0.02)
-        nearest = torch.empty(1, dtype=dtype, device=DEVICE)
-        moments.assign(nearest, torch.full((1,), 1e-4, device=DEVICE))
-        again = torch.empty_like(nearest)
-        moments.assign(again, 0.999 * moments.expanded(nearest))
-        assert torch.equal(again, nearest)
-    assert np.isfinite(v.cpu().numpy()).all()

@@ -99,14 +99,6 @@ def test_subtract(shape, gap, skipped, dtype, is_cautious):
         torch.testing.assert_close(reference, want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_table_of_addresses_is_made_once():
-    a, b = matrices((4, 8)), matrices((4, 8))
-    assert (
-        muon_triton.addresses(a) is muon_triton.addresses(list(a)) is not muon_triton.addresses(b)
-    )
-    assert muon_triton.addresses(a).tolist() == [x.data_ptr() for x in a]
-
-
 def test_a_table_that_a_graph_reads_is_never_dropped():
     a, others = matrices((4, 8)), torch.empty(1001)
     table = muon_triton.addresses(a)

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from main_grads import Total
 from meshwright.config.schema import Model
@@ -207,22 +206,6 @@ def test_y_is_the_norm_of_x_as_it_is_stored(form, request):
     )
 
 
-def test_gradient_of_y_alone():
-    case = make("middle", torch.float64)
-    compare(case.ours(grads=False), case.wanted(grads=False), case)
-
-
-def test_gradient_of_x_alone():
-    """The norm is then not passed through, and its parameters have gradient 0."""
-    case = make("middle", torch.float64)
-    t = case.leaves()
-    x, _ = case.run(t)
-    x.backward(case.grads[0])
-    assert torch.equal(t["residual"].grad, case.grads[0])
-    assert torch.equal(t["pending"].grad, dropout.mask_and_scale(case.grads[0], case.rows, case.p))
-    assert not t["weight"].grad.any() and not t["shift"].grad.any()
-
-
 def test_gradients_go_into_the_totals(triton):
     """A frozen weight gets none."""
     case = make("middle", torch.float32, device=KERNELS)
@@ -239,28 +222,3 @@ def test_gradients_go_into_the_totals(triton):
     torch.testing.assert_close(
         t["shift"].main_grad.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5
     )
-
-
-def test_norm_alone():
-    case = make("nothing to add", torch.float32)
-    t = case.leaves()
-    _, y = add_norm(
-        None, t["pending"], None, None, 0.0, NormWeights(t["weight"], t["shift"], case.eps)
-    )
-    assert torch.equal(y, case.ours()["y"])
-
-
-def test_one_gradient_where_nothing_differs():
-    """Without dropout residual and pending have one gradient; it is one tensor."""
-    case = make("without dropout", torch.float32)
-    t = case.leaves()
-    x, y = case.run(t)
-    residual, pending = torch.autograd.grad([x, y], [t["residual"], t["pending"]], list(case.grads))
-    assert residual.data_ptr() == pending.data_ptr()
-
-
-def test_recomputed():
-    case = make("middle", torch.float32)
-    again = case.ours(lambda t: checkpoint(case.run, t, use_reentrant=False))
-    for name, value in case.ours().items():
-        assert torch.equal(again[name], value), name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from helpers import TINY, TINY_FLAGS, open_step
+from helpers import TINY_FLAGS, open_step
 from meshwright.__main__ import main
 from meshwright.base.errors import BAD_DATA
 from meshwright.config import checks, flags
@@ -66,12 +66,6 @@ def test_every_parameter_is_treated_so_in_a_store():
     for name in found.keys() & (TABLE | UNTIED_END).keys():
         assert found[name] == pytest.approx((TABLE | UNTIED_END)[name][:2])
     assert len(set(found.values())) == 5
-
-
-def test_without_a_base_nothing_changes():
-    for name in TABLE | TIED_END | UNTIED_END:
-        param_group = param_group_of(Optimizer(), TINY, name, 2)
-        assert param_group.rate == 1 and param_group.decay in (0, 1)
 
 
 def drawn(m):
@@ -189,11 +183,3 @@ def test_a_resumed_run_has_the_same_base(tmp_path, capsys, monkeypatch):
     assert "--mup-base-hidden-size 16, the checkpoint has 8" in capsys.readouterr().err
     assert main([*run[:-1], str(tmp_path / "tuned"), *other, "--finetune"]) == 0
     assert open_step(tmp_path / "tuned", 4).config["mup_base_hidden_size"] == 16
-
-
-def test_the_baseline_has_grown_as_the_run():
-    from meshwright.apps.verify.baseline import make_baseline
-
-    run = parse("--hidden-size 1024 --num-attention-heads 16 --mup-base-hidden-size 512")
-    reference = make_baseline(run).config.model
-    assert reference.hidden_size < 1024 and math.isclose(reference.width_growth, 2)

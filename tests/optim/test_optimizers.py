@@ -11,7 +11,7 @@ from torch import nn
 from helpers import TINY
 from meshwright.checkpoint import loading, native
 from meshwright.config.schema import Optimizer
-from meshwright.optim import elementwise, rules
+from meshwright.optim import elementwise
 from meshwright.optim.rules import StepScalars
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
@@ -138,17 +138,6 @@ def test_kinds_of_parameters_have_their_own_rates(rule):
         assert kinds_found == rates.keys() - ({"head_lr"} if m is TINY else set())
 
 
-def test_a_gate_is_two_matrices():
-    p = torch.arange(24.0).view(2, 3, 4)
-    assert [torch.equal(a, b) for a, b in zip(rules.matrices(p), p, strict=True)] == [True, True]
-    assert len(rules.matrices(p[0])) == 1
-    _, store = make(GATED, Optimizer(optimizer="muon"))
-    shapes = [tuple(p.shape) for p in the_muon(store).param_groups[0]["params"]]
-    assert (
-        shapes.count((64, 32)) == 6 and shapes.count((32, 32)) == 2 and shapes.count((32, 64)) == 2
-    )
-
-
 # SGD
 
 
@@ -237,14 +226,12 @@ def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
 @pytest.mark.parametrize(
     ("chunk", "betas", "clip", "dtype"),
     [
-        (elementwise.CHUNK, (0.9, 0.99), 0.0, torch.float64),
         (100, (0.9, 0.99), 0.05, torch.float32),
-        (100, (0.5, 0.8), 0.0, torch.float64),
-        (elementwise.CHUNK, (0.0, 0.0), 0.05, torch.float32),
+        (elementwise.CHUNK, (0.5, 0.8), 0.0, torch.float64),
     ],
 )
 def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
-    """Compare ten steps of a scaled loss with the formula; biases and norms do not decay."""
+    """Compare five steps of a scaled loss with the formula; biases and norms do not decay."""
     monkeypatch.setattr(elementwise, "CHUNK", chunk)
     o = Optimizer(optimizer="lion", lion_beta1=betas[0], lion_beta2=betas[1], clip_grad=clip)
     model, store = make(GATED, o, dtype=dtype)
@@ -253,7 +240,7 @@ def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
     exact = (
         {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-8}
     )
-    for i in range(10):
+    for i in range(5):
         store.clear_gradients()
         losses_of(model, batches(i), scale)
         norm = float(store.gradients.double().norm()) / scale
@@ -324,11 +311,6 @@ def momentum(store, name):
     return state(store, name)["momentum_buffer"]
 
 
-def the_muon(store):
-    (update,) = (u for (rule, *_), u in store.updates.items() if rule == "muon")
-    return update
-
-
 @pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_muon_follows_its_formula(m, dtype):
@@ -368,67 +350,18 @@ def test_muon_follows_its_formula(m, dtype):
                 assert 0.6 < singular.max() < 1.3, name
 
 
-@pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
-def test_muon_equals_torchs(m):
-    """Compare with torch.optim.Muon within bfloat16's rounding, and with AdamW; no clipping."""
-    o = Optimizer(
-        optimizer="muon", clip_grad=0.0, muon_momentum=0.9, muon_num_ns_steps=4, adam_beta2=0.95
-    )
-    ours, store = make(m, o)
-    named = {n: p.detach().clone() for n, p in ours.named_parameters()}
-    split = {n: list(p.unbind()) if p.ndim == 3 else [p] for n, p in named.items()}
-    kind_of = kinds(store)
-    groups = {
-        kind: [p for n in kind_of if kind_of[n] == kind for p in split[n]]
-        for kind in set(kind_of.values())
-    }
-    muon = torch.optim.Muon(
-        groups["muon", 1, 1],
-        lr=0.02,
-        weight_decay=0.1,
-        momentum=0.9,
-        ns_steps=4,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    others = [{"params": groups["adamw", 1, d], "weight_decay": 0.1 * d} for d in (1, 0)]
-    adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
-    for i in range(4):
-        store.clear_gradients()
-        losses_of(ours, batches(i))
-        for n in kind_of:
-            grad = gradient(store, n).clone()
-            for p, x in zip(split[n], grad.unbind() if grad.ndim == 3 else [grad], strict=True):
-                p.grad = x
-        before = {n: p.clone() for n, p in named.items()}
-        store.step(StepScalars(0.02, 0.1, 1.0))
-        muon.step()
-        adamw.step()
-        for name, p in masters(store):
-            if kind_of[name][0] == "muon":
-                moved = (named[name] - before[name]).norm()
-                assert (p - named[name]).norm() < 0.03 * (i + 1) * moved, (i, name)
-            else:  # the fused kernel rounds otherwise than the plain one
-                torch.testing.assert_close(p, named[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_muon_settings_reach_torch(run):
-    """The two flags change all losses but the first."""
-    base = run("--optimizer", "muon").losses
-    for flags in (["--muon-momentum", "0.5"], ["--muon-num-ns-steps", "2"]):
-        got = run("--optimizer", "muon", *flags).losses
-        assert got[0] == base[0] and all(a != b for a, b in zip(got[1:], base[1:], strict=True)), (
-            flags
-        )
-    _, store = make(o=Optimizer(optimizer="muon", muon_momentum=0.7, muon_num_ns_steps=3))
-    settings = the_muon(store).param_groups[0]
-    assert (settings["momentum"], settings["ns_steps"]) == (0.7, 3)
-
-
 # State
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [
+        ("adam", torch.bfloat16),
+        ("sgd", torch.float32),
+        ("lion", torch.bfloat16),
+        ("muon", torch.float32),
+    ],
+)
 def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     o = Optimizer(optimizer=rule)
     model, store = make(GATED, o, dtype=dtype)
@@ -459,14 +392,11 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [*RULES, "adam --cautious-weight-decay --weight-decay-incr-style rate --embedding-lr 3e-3"],
-)
-def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):
+def test_a_run_resumes_with_its_momentum(run, tmp_path):
     """Three steps and three more equal six."""
     save = str(tmp_path / "save")
-    flags = ("--optimizer", *rule.split(), "--eval-iters", "0", "--lr-decay-iters", "6")
+    rule = "--cautious-weight-decay --weight-decay-incr-style rate --embedding-lr 3e-3"
+    flags = (*rule.split(), "--eval-iters", "0", "--lr-decay-iters", "6")
     whole = run(*flags).losses
     first = run(*flags, "--save", save, "--train-iters", "3").losses
     rest = run(*flags, "--load", save).losses
@@ -487,7 +417,7 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
     before, weights = snapshot(store), store.weights.clone()
     names = one_of_each_kind(store)
     assert len(names) == len(store.updates) == (3 if rule == "muon" else 2)
-    for name, bad in itertools.product(names, (math.nan, math.inf, -math.inf)):
+    for name, bad in itertools.product(names, (math.nan, -math.inf)):
         store.clear_gradients()
         losses_of(model, batches(2))
         gradient(store, name).view(-1)[5] = bad
@@ -503,31 +433,10 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
 # Offload
 
 
-@pytest.mark.parametrize("rule", [*RULES, "cautious"])
-@pytest.mark.parametrize(
-    ("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)]
-)
-def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
-    """Offload gives the same checkpoint and weights bit for bit, with separate masters."""
-    outcomes = []
-    for offload in (False, True):
-        model, store = make(GATED, optimizer_of(rule, clip_grad=0.5), dtype=dtype, offload=offload)
-        losses = steps(model, store, 5, scale=scale)
-        outcomes.append(
-            (losses, snapshot(store), {n: p.detach().clone() for n, p in model.named_parameters()})
-        )
-        assert (store.master.data_ptr() == store.weights.data_ptr()) == (
-            not offload and dtype is torch.float32
-        )
-        assert (store.host_share.data_ptr() == store.share.data_ptr()) == (not offload)
-    (a, kept_a, weights_a), (b, kept_b, weights_b) = outcomes
-    assert a == b and a[-1] < a[0] and is_equal(kept_a, kept_b) and is_equal(weights_a, weights_b)
-
-
 @pytest.mark.flag("cpu_optimizer")
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"], ["--optimizer", "lion", "--bf16"]],
+    [["--fp16"], ["--optimizer", "lion", "--bf16"]],
     ids=lambda f: "".join(f) or "fp32",
 )
 def test_offload(run, tmp_path, monkeypatch, flags):
@@ -601,7 +510,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_zeros_and_norm_count_no_gaps(rule, dtype):
     model = Odd()
     store = FlatStore([model], StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))

@@ -107,49 +107,6 @@ def test_curve(style, wsd, warmup, init):
         assert s.wd(n) == 0.01
 
 
-def test_borders():
-    """Check values at the ends of warm-up and decay, one after, and at the start of the anneal."""
-
-    def at(n, **more):
-        s = {"lr_warmup_iters": 10, "lr_decay_iters": 80, **more}
-        return build_schedule(settings(batch=4, iters=100, **s)).lr(n)
-
-    for style, _ in STYLES[:4]:
-        assert at(0, lr_decay_style=style) == 0 and at(40, lr_decay_style=style) == LR
-        assert at(20, lr_decay_style=style) == near(LR / 2)
-        assert at(20, lr_decay_style=style, lr_warmup_init=1e-4) == near(1.25e-4)
-    for style in ("linear", "cosine"):
-        assert at(180, lr_decay_style=style) == near((LR + LEAST) / 2)  # half-way from 40 to 320
-        assert (
-            at(320, lr_decay_style=style) == near(LEAST) and at(321, lr_decay_style=style) == LEAST
-        )
-        assert at(41, lr_decay_style=style) < LR and at(319, lr_decay_style=style) > LEAST
-    assert at(320, lr_decay_style="constant") == at(10**9, lr_decay_style="constant") == LR
-    root = {"lr_decay_style": "inverse-square-root"}
-    assert (
-        at(160, **root) == near(LR / 2)
-        and at(320, **root) == near(LR / 8**0.5)
-        and at(321, **root) == LEAST
-    )
-    assert at(160, **root, min_lr=1.4e-4) == 1.4e-4
-    assert at(0, **root, lr_warmup_iters=0) == at(1, **root, lr_warmup_iters=0) == LR
-    middle = {"exponential": 2**0.5 - 1, "linear": 0.5, "cosine": 0.5, "minus_sqrt": 1 - 0.5**0.5}
-    for shape, share in middle.items():
-        wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_style": shape, "lr_wsd_decay_iters": 20}
-        assert at(41, **wsd) == at(239, **wsd) == at(240, **wsd) == LR  # 320 - 80
-        assert at(241, **wsd) < LR
-        assert at(280, **wsd) == near(LEAST + share * (LR - LEAST))
-        assert at(320, **wsd) == near(LEAST) and at(321, **wsd) == LEAST
-        whole = wsd | {"lr_wsd_decay_iters": 70}  # from the end of the warm-up on
-        assert at(40, **whole) == LR > at(41, **whole)
-
-
-def test_first_step_of_a_warm_up_is_zero():
-    assert build_schedule(settings(lr_warmup_fraction=0.01)).lr(0) == 0.0
-    assert build_schedule(settings(lr_warmup_fraction=0.01, lr_warmup_init=1e-6)).lr(0) == 1e-6
-    assert build_schedule(settings()).lr(0) == LR
-
-
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_weight_decay_ramp(style):
     ramp = {"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.9}
@@ -188,17 +145,6 @@ def test_weight_decay_in_proportion_to_the_rate(style):
         assert s.wd(n) == near(0.3 * s.lr(n) / LR), n
     assert s.wd(20) == 0.3 and s.wd(0) == near(0.3 * 1e-6 / LR)
     assert s.wd(200) == (0.3 if style == "constant" else near(0.3 * LEAST / LR))
-
-
-def test_weight_decay_in_proportion_has_no_length():
-    """A resumed run of another length is not asked about it; a ramp's ends are refused."""
-    saved = dataclasses.replace(FULL, wd_style="rate", start_wd=0.3, end_wd=0.3)
-    longer = dataclasses.replace(saved, wd_samples=4 * saved.wd_samples)
-    assert resume_schedule(longer, dataclasses.asdict(saved), settings())[0] == longer
-    problems = map(
-        str, checks.problems(settings(seq=8, weight_decay_incr_style="rate", end_weight_decay=0.1))
-    )
-    assert "--end-weight-decay needs --weight-decay-incr-style linear or cosine" in problems
 
 
 # Lengths
@@ -259,7 +205,7 @@ def megatron_batches(start, increment, ramp, whole, samples):
 
 def test_ramp_up_equals_megatrons():
     rng, unlike = random.Random(0), set()
-    for _ in range(400):
+    for _ in range(150):
         start, increment = rng.randint(1, 24), rng.randint(1, 24)
         whole = start + increment * rng.randint(1, 12)
         ramp = rng.randint(1, 5000)
@@ -272,7 +218,7 @@ def test_ramp_up_equals_megatrons():
         assert c.steps == len(sizes), (start, increment, ramp, whole, samples)
         assert before[-1] <= samples < before[-1] + whole
         unlike.add(tuple(sizes))
-    assert len(unlike) > 350
+    assert len(unlike) > 130
 
 
 def test_a_run_that_ends_within_its_ramp():
@@ -353,42 +299,6 @@ def test_every_value_is_listed():
     )
 
 
-@pytest.mark.parametrize(("name", "value", "flag"), ONE_BY_ONE)
-def test_each_value_alone_needs_a_decision(name, value, flag):
-    """The error names both values and flags; override takes ours, use-checkpoint theirs."""
-    ours, saved = dataclasses.replace(FULL, **{name: value}), dataclasses.asdict(FULL)
-    with pytest.raises(UserError) as e:
-        resume_schedule(ours, saved, settings())
-    head, difference, way_out, anew = str(e.value).split("\n")
-    assert e.value.status == 2 and "differs from the checkpoint's" in head
-    assert head.startswith("to train longer, add --override") == (
-        name == "decay" and value > FULL.decay
-    )
-    before, now = (
-        f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value)
-    )
-    assert (
-        f"the checkpoint has {before}" in difference
-        and f", the settings say {now}" in difference
-        and flag in difference
-    )
-    assert (
-        "--override-opt_param-scheduler" in way_out
-        and "--use-checkpoint-opt_param-scheduler" in way_out
-    )
-    assert "add --finetune" in anew
-
-    kept, lines = resume_schedule(ours, saved, settings(override_opt_param_scheduler=True))
-    assert kept == ours and all(line.startswith(" > overriding ") for line in lines)
-    assert sum(line.endswith(f" value to {value}") for line in lines) == 1
-    kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
-    assert (
-        kept == FULL
-        and sum(f" checkpoint value {getattr(FULL, name)} for " in line for line in lines) >= 1
-    )
-    assert resume_schedule(FULL, saved, settings())[0] == FULL
-
-
 @pytest.mark.flag("override_opt_param_scheduler use_checkpoint_opt_param_scheduler")
 def test_a_changed_schedule_needs_a_decision():
     """Several changes are reported together and decided by either flag."""
@@ -421,12 +331,6 @@ def test_the_checkpoints_ramp_has_the_checkpoints_length():
     assert " > using checkpoint value 2000 for total number of weight decay iterations" in lines
 
 
-def test_a_longer_run_with_constant_decay_needs_none():
-    saved = dataclasses.asdict(build_schedule(settings(iters=100, lr_decay_iters=1000)))
-    longer = settings(iters=200, lr_decay_iters=1000)
-    assert resume_schedule(build_schedule(longer), saved, longer)[0].wd_samples == 400
-
-
 def test_an_anneal_without_wsd_needs_none():
     saved = dataclasses.asdict(dataclasses.replace(FULL, style="linear"))
     ours = dataclasses.replace(FULL, style="linear", wsd_samples=1, wsd_style="linear")
@@ -446,27 +350,6 @@ def test_checkpoints_from_before_the_newer_three():
     assert s == before and len(lines) == 9
     with pytest.raises(UserError, match=r"has 0\.0, the settings say 1e-06 \(--lr-warmup-init\)"):
         resume_schedule(dataclasses.replace(before, init_lr=1e-6), saved, settings())
-
-
-@pytest.mark.parametrize(
-    "flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None]
-)
-def test_resume_by_command(run, tmp_path, flag):
-    """A resumed run with another rate uses the one that the flag selects."""
-    save = str(tmp_path / "save")
-    base = "--lr-decay-style constant --eval-iters 0".split()
-    assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
-    got = run(
-        *base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else [])
-    )
-    if flag is None:
-        assert (
-            got.status == 2
-            and "has 0.01, the settings say 0.002 (--lr)" in got.err
-            and not got.losses
-        )
-    else:
-        assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2
 
 
 def rates(c):
@@ -508,23 +391,6 @@ def test_steps_at_rate_0_are_counted(style, ramp, decay):
     assert not warn_of_idle_steps(build_schedule(c), c, c.steps)  # min_lr is above 0
 
 
-def test_all_steps_left_at_rate_0():
-    """Issue 13, line 2: --train-iters is raised, --lr-decay-iters kept."""
-    c = settings(4, 20, min_lr=0.0, lr_decay_iters=10)
-    (line,) = warn_of_idle_steps(build_schedule(c), c, 20, 10, 40, 40)
-    assert line.startswith(
-        "all 10 steps would run at learning rate 0: the decay ends after 10 steps"
-    )
-    assert "--lr-decay-iters 20" in line and line.endswith("with --override-opt_param-scheduler")
-    by_samples = settings(4, samples=80, min_lr=0.0, lr_decay_samples=40)
-    (line,) = warn_of_idle_steps(build_schedule(by_samples), by_samples, 20)
-    assert line.startswith("steps 11 to 20 (10 steps)") and "--lr-decay-samples 80" in line
-    (line,) = warn_of_idle_steps(
-        build_schedule(still := settings(lr=0.0, min_lr=0.0)), still, still.steps
-    )
-    assert line == "all 5,000 steps would run at learning rate 0: --lr is 0"
-
-
 @pytest.mark.parametrize("warm", [11, 12, 13])
 def test_a_run_within_its_warm_up(warm):
     c = settings(8, 12, lr_decay_iters=100, lr_warmup_iters=warm)
@@ -532,13 +398,3 @@ def test_a_run_within_its_warm_up(warm):
     assert bool(lines) == (warm >= 12)
     for line in lines:
         assert f"it has 12 steps, the warm-up {warm}" in line and "--lr-warmup-iters 1" in line
-
-
-def test_a_longer_run_is_not_sent_into_rate_0():
-    """The advice on resume says what the kept decay means, and what stretches it."""
-    saved = dataclasses.asdict(build_schedule(settings(lr_decay_iters=100, min_lr=0.0)))
-    ours = settings(lr_decay_iters=200, min_lr=0.0)
-    with pytest.raises(UserError) as e:
-        resume_schedule(build_schedule(ours), saved, ours)
-    assert "keeps the checkpoint's, but every step after it runs at learning rate 0" in str(e.value)
-    assert "add --override-opt_param-scheduler (this stretches the decay)" in str(e.value)

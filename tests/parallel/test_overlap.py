@@ -151,7 +151,7 @@ def test_choice():
 
 LINE = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 2 --num-layers 2"
 MORE = "--recompute-granularity full --disable-bias-linear --swiglu --untie-embeddings-and-output-weights"
-LINES = [LINE, f"{LINE} --fused-kernels on {MORE}"]
+LINES = [pytest.param(LINE, marks=pytest.mark.long), f"{LINE} --fused-kernels on {MORE}"]
 
 
 def training(line):

@@ -22,6 +22,8 @@ SIZE = 1000
 class Stream:
     """The part of a stream that is used: on a CPU, all work is done when it is submitted."""
 
+    device = torch.device("cpu")
+
     def wait_stream(self, other):
         pass
 

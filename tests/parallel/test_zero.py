@@ -33,9 +33,7 @@ from stores import (
     tokens,
 )
 
-FORMATS = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-)
+FORMATS = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e9])

@@ -1,5 +1,6 @@
 """ZeRO 0 to 2, and replicas of a sharded store, equal one process with every rank's samples."""
 
+import contextlib
 import dataclasses
 import faulthandler
 import itertools
@@ -21,22 +22,8 @@ from stores import CPU, GATED, VOCAB, gradient, is_equal, kinds, losses_of, make
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
-LAYOUTS = [{"shard": 2}, {"shard": 4}, {"replicas": 2, "shard": 2}, {"replicas": 2}]
+SHARDS, COPIES = {"shard": 2}, {"replicas": 2, "shard": 2}
 STEPS = 3
-
-
-def sampled(names, *axes, quick):
-    """Parametrize by all combinations; `make test` runs those whose indices are in `quick`."""
-    cases = []
-    for places in itertools.product(*(range(len(axis)) for axis in axes)):
-        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
-        label = "-".join(
-            "x".join(f"{k}{n}" for k, n in v.items()) if isinstance(v, dict) else str(v)
-            for v in values
-        )
-        marks = [] if places in quick else [pytest.mark.long]
-        cases.append(pytest.param(*values, id=label.replace("torch.", ""), marks=marks))
-    return pytest.mark.parametrize(names, cases)
 
 
 # Parameters that a micro-batch's loss does not depend on: the first and the last of a layer that
@@ -46,11 +33,7 @@ PARTS = ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
 LAYER = {f"h.1.{part}.{name}" for part in PARTS for name in ("weight", "bias")}
 UNUSED = {
     "none": lambda step, k, micro: set(),
-    "on odd steps": lambda step, k, micro: SOME if step % 2 else set(),
-    "in the first": lambda step, k, micro: SOME | LAYER if k == 0 else set(),
     "in the last": lambda step, k, micro: SOME | LAYER if k == micro - 1 else set(),
-    "in all but one": lambda step, k, micro: SOME if k != step % micro else set(),
-    "ever": lambda step, k, micro: SOME | LAYER,
     "in turn": lambda step, k, micro: {
         n for i, n in enumerate(sorted(SOME)) if i % 3 == (k + step) % 3
     },
@@ -192,7 +175,7 @@ RATES = {"embedding_lr": 0.02, "head_lr": 0.005, "vector_lr": 0.04}
 LEVERS = Optimizer(lr=0.01, clip_grad=0.5, cautious_weight_decay=True, **RATES)
 
 
-def check_exact(layout, micro, unused, rule, m, state="float32"):
+def check_exact(layout, micro, unused, rule, m, state):
     """Compare everything, also the average of --ema, in all float64 steps with one process.
 
     Codes of fewer bits are equal.
@@ -239,9 +222,15 @@ def gaps(store):
     return sum(max(0, min(size, first + size - end)) for first, _, size, end in parts)
 
 
-@sampled(("sizes", "micro"), LAYOUTS, [1, 3], quick=[(0, 0), (1, 1), (2, 1), (3, 0)])
-def test_float64_equals_one_process(sizes, micro):
-    on_ranks(check_exact, sizes, micro, "none", "adam", GATED)
+@pytest.mark.parametrize(
+    ("sizes", "micro", "unused", "rule", "m", "state"),
+    [
+        (COPIES, 2, "in turn", "levers", GATED, "float32"),
+        (SHARDS, 2, "in the last", "muon", TINY, "float8"),
+    ],
+)
+def test_every_number_equals_one_process(sizes, micro, unused, rule, m, state):
+    on_ranks(check_exact, sizes, micro, unused, rule, m, state)
 
 
 def check_even_shards(layout):
@@ -264,96 +253,9 @@ def test_zero_3_shards_evenly():
     on_ranks(check_even_shards, {"shard": 4})
 
 
-@sampled(
-    ("sizes", "unused"),
-    [LAYOUTS[0], LAYOUTS[2]],
-    list(UNUSED)[1:],
-    quick=[(0, 0), (0, 2), (0, 4), (1, 5)],
-)
-def test_parameters_unused_by_some_losses(sizes, unused):
-    on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
-
-
-@sampled(
-    ("sizes", "rule"),
-    LAYOUTS,
-    ["sgd", "muon", "lion", "levers"],
-    quick=[(0, 0), (1, 1), (2, 2), (0, 3)],
-)
-def test_other_rules_equal_one_process(sizes, rule):
-    on_ranks(check_exact, sizes, 2, "none", rule, GATED)
-
-
-@sampled(
-    ("sizes", "rule", "state"),
-    LAYOUTS,
-    ["adam", "muon", "lion"],
-    ["bfloat16", "float8"],
-    quick=[(0, 0, 1), (0, 1, 1), (2, 2, 0)],
-)
-def test_state_of_fewer_bits_equals_one_process(sizes, rule, state):
-    on_ranks(check_exact, sizes, 2, "none", rule, GATED, state)
-
-
-def check_low(layout, micro, dtype):
-    """Compare bit for bit if sums have only one order (also with one process, for two terms)."""
-    o = Optimizer(clip_grad=0.0)
-    # A tied table is the sum of two terms for each micro-batch, which ranks add in another order.
-    m = dataclasses.replace(TINY, untie_embeddings_and_output_weights=micro == 1)
-    # two of four ranks hold only padding of the token table
-    one, alone = make(m, o, dtype, padded=128)
-    first = assembled([alone.named_state(False)])[0]
-    divided = [make(m, o, dtype, padded=128, layout=layout, zero=stage) for stage in (0, 1, 2)]
-    for step in range(STEPS):
-        every = work(step, layout, micro)
-        norm, wanted_sums = one_step(one, alone, list(itertools.chain(*every)), 1e-3)
-        for model, store in divided:
-            assert (
-                store.share.dtype is store.master.dtype is torch.float32
-                and store.weights.dtype is dtype
-            )
-            got, sums = one_step(model, store, every[layout.at("replicas", "shard")], 1e-3)
-            assert got.item() == pytest.approx(norm.item(), rel=1e-2 if step else 1e-6)
-            assert sums.tolist() == pytest.approx(wanted_sums.tolist(), rel=1e-2 if step else 1e-6)
-            zeros = zeros_of(summed(store))
-            assert int(store.count_zero_gradients()) == zeros
-            if step == 0:  # keys' biases have rounding errors only
-                assert zeros == pytest.approx(int(alone.count_zero_gradients()), abs=8)
-    stages = [everything(store) for _, store in divided]
-    for (model, store), values in zip(divided, stages, strict=True):
-        check_published(model, store, values)
-        assert store.weight_norm().item() == pytest.approx(alone.weight_norm().item(), rel=1e-4)
-        assert store.steps == STEPS
-    want = assembled([alone.named_state()])[0]
-    if micro == 1:
-        assert is_equal(stages[1], stages[2])
-    if layout.world == 2:
-        assert is_equal(stages[0], stages[1])
-        # A CPU adds a table's gradient row by row into its total: float32 rounds otherwise alone.
-        assert micro > 1 or dtype is torch.float32 or is_equal(stages[0], want)
-    near = 1e-4 if micro == 1 and dtype is torch.float32 else 0.1
-    for values in stages:
-        assert values.keys() == want.keys()
-        apart, moved = (
-            sum((a[n] - b[n]).square().sum() for n in first).sqrt()
-            for a, b in ((values, want), (want, first))
-        )
-        assert apart < near * moved, (apart, moved)
-
-
-@sampled(
-    ("sizes", "micro", "dtype"),
-    LAYOUTS,
-    [1, 3],
-    [torch.bfloat16, torch.float32],
-    quick=[(0, 0, 1), (2, 1, 0)],
-)
-def test_low_precision(sizes, micro, dtype):
-    on_ranks(check_low, sizes, micro, dtype)
-
-
 # far below half a step of 16 bits for most weights; rounding of float32
 RATE, UNIT = 1e-6, 2.0**-24
+LOW = torch.bfloat16
 
 
 def make_fully_sharded(m, o, dtype, layout, zero, offload):
@@ -366,11 +268,11 @@ def make_fully_sharded(m, o, dtype, layout, zero, offload):
     return model, store
 
 
-def small_step(model, store, batches, scale):
+def small_step(model, store, batches):
     """Take a step at RATE; return the masters after it, of all ranks."""
     store.clear_gradients()
-    losses_of(model, batches, scale)
-    store.step(StepScalars(RATE, 0.1, scale))
+    losses_of(model, batches)
+    store.step(StepScalars(RATE, 0.1, 1.0))
     named = store.named_state(False)
     return assembled(all_ranks(store.layout, named) if store.layout.world > 1 else [named])[0]
 
@@ -394,201 +296,86 @@ def allowed_updates(alone, parts, masters, unit):
 
 def check_masters(layout):
     """Updates far below half a step of 16 bits reach the masters of every store."""
-    for dtype, scale in ((torch.bfloat16, 1.0), (torch.float16, 1024.0)):
-        m, o = GATED, Optimizer(clip_grad=0.0)
-        every = [[batch for ((batch, _),) in work(step, layout, 1)] for step in range(2)]
-        one, alone = make(m, o, dtype)
-        parts = []
-        for batch in every[0]:
-            alone.clear_gradients()
-            losses_of(one, [batch], scale)
-            parts.append({name: gradient(alone, name) / scale for name in alone.shapes})
-        before = assembled([alone.named_state(False)])[0]
-        wanted = [small_step(one, alone, batches, scale) for batches in every]
-        has_gradient = {
-            n: torch.stack([p[n][: len(x)] for p in parts]).abs().amin(0) > 0
-            for n, x in before.items()
-        }
-        weights = torch.cat([before[n][has_gradient[n]] for n in before])
-        assert (
-            len(weights) > 5000
-            and (0.5 * torch.finfo(dtype).eps * weights.abs() > RATE).float().mean() > 0.8
-        )
-        cases = [
-            (zero, offload)
-            for zero in (0, 1, 2, 3)
-            for offload in (False, True)
-            if zero < 3 or layout.shard > 1
-        ]
-        for zero, offload in cases:
-            make_it = make_fully_sharded if zero == 3 else make
-            model, store = make_it(m, o, dtype, layout=layout, zero=zero, offload=offload)
-            steps = [
-                small_step(model, store, [batches[layout.at("replicas", "shard")]], scale)
-                for batches in every
-            ]
-            # torch's fully_shard takes gradients of micro-batches in 16 bits, others in float32.
-            allowed = allowed_updates(
-                alone, parts, before, torch.finfo(dtype).eps if zero == 3 else UNIT
-            )
-            for name, start in before.items():
-                got, want = (x[0][name].double() - start for x in (steps, wanted))
-                moved, master = has_gradient[name], steps[-1][name]
-                assert ((got - want).abs() <= allowed[name]).all(), (dtype, zero, offload, name)
-                assert (got != 0)[moved].float().mean() > 0.95, (dtype, zero, offload, name)
-                assert (master != master.to(dtype))[moved].float().mean() > 0.95, (
-                    dtype,
-                    zero,
-                    offload,
-                    name,
-                )
-            apart, total = (
-                sum((a[n].double() - b[n]).square().sum() for n in before).sqrt()
-                for a, b in ((steps[-1], wanted[-1]), (wanted[-1], before))
-            )
-            assert apart < 0.05 * total, (dtype, zero, offload, apart, total)
+    m, o = GATED, Optimizer(clip_grad=0.0)
+    batches = [batch for ((batch, _),) in work(0, layout, 1)]
+    one, alone = make(m, o, LOW)
+    parts = []
+    for batch in batches:
+        alone.clear_gradients()
+        losses_of(one, [batch])
+        parts.append({name: gradient(alone, name).clone() for name in alone.shapes})
+    before = assembled([alone.named_state(False)])[0]
+    wanted = small_step(one, alone, batches)
+    has_gradient = {
+        n: torch.stack([p[n][: len(x)] for p in parts]).abs().amin(0) > 0 for n, x in before.items()
+    }
+    weights = torch.cat([before[n][has_gradient[n]] for n in before])
+    assert len(weights) > 5000
+    assert (0.5 * torch.finfo(LOW).eps * weights.abs() > RATE).float().mean() > 0.8
+    for zero, offload in ((0, False), (1, True), (2, False), (3, False)):
+        make_it = make_fully_sharded if zero == 3 else make
+        model, store = make_it(m, o, LOW, layout=layout, zero=zero, offload=offload)
+        masters = small_step(model, store, [batches[layout.at("replicas", "shard")]])
+        # torch's fully_shard takes gradients of micro-batches in 16 bits, others in float32.
+        unit = torch.finfo(LOW).eps if zero == 3 else UNIT
+        allowed = allowed_updates(alone, parts, before, unit)
+        for name, start in before.items():
+            got, want = (x[name].double() - start for x in (masters, wanted))
+            moved, master = has_gradient[name], masters[name]
+            assert ((got - want).abs() <= allowed[name]).all(), (zero, name)
+            assert (got != 0)[moved].float().mean() > 0.95, (zero, name)
+            assert (master != master.to(LOW))[moved].float().mean() > 0.95, (zero, name)
 
 
-@sampled(("sizes",), LAYOUTS, quick=[(1,)])
-def test_masters_keep_what_16_bits_lose(sizes):
-    on_ranks(check_masters, sizes)
+def test_masters_keep_what_16_bits_lose():
+    on_ranks(check_masters, {"shard": 3})
 
 
-def check_non_finite(layout, dtype):
-    """A non-finite gradient or loss on the last rank only leaves no trace on any rank."""
-    here = layout.rank == layout.world - 1
-    bad = itertools.cycle([math.nan, math.inf, -math.inf])
+@contextlib.contextmanager
+def spoilt(model, store, micro):
+    """Make a number of a gradient infinite in one of two micro-batches."""
+    main_grad = model.get_parameter("h.1.mlp.fc.weight").main_grad
+
+    def spoil(*parts):
+        if store.is_last_backward == bool(micro):
+            main_grad.begin()[0].view(-1)[-1] = math.inf
+        type(main_grad).end(main_grad, *parts)
+
+    main_grad.end = spoil
+    yield
+    del main_grad.end
+
+
+def check_non_finite(layout):
+    """A gradient or a loss on the last rank that is not finite leaves no trace on any rank."""
+    is_last = layout.rank == layout.world - 1
+    first, second = (work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(2))
     for stage in (0, 1, 2):
-        model, store = make(GATED, dtype=dtype, layout=layout, zero=stage)
-        other, undisturbed = make(GATED, dtype=dtype, layout=layout, zero=stage)
-        mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(STEPS)]
+        model, store = make(GATED, dtype=torch.float64, layout=layout, zero=stage)
+        other, undisturbed = make(GATED, dtype=torch.float64, layout=layout, zero=stage)
         for m, s in ((model, store), (other, undisturbed)):
-            assert one_step(m, s, mine[0])[0].isfinite()
-        store._wait_for(store.buckets)
-        before, weights = snapshot(store), store.weights.clone()
-        spots = [
-            ("wte.weight", 0),
-            ("h.1.mlp.fc.weight", -1),
-            ("h.0.ln_1.bias", 3),
-            ("ln_f.weight", -1),
-            (None, 0),
-        ]
-        for name, at in spots:
-            for micro in (0, 1):
-                value, main_grad = (
-                    next(bad),
-                    getattr(model.get_parameter(name), "main_grad", None)
-                    if here and name
-                    else None,
-                )
-
-                def spoil(
-                    *parts, store=store, at=at, value=value, main_grad=main_grad, micro=micro
-                ):
-                    if store.is_last_backward == bool(micro):
-                        main_grad.begin()[0].view(-1)[at] = value
-                    type(main_grad).end(main_grad, *parts)
-
-                if main_grad is not None:
-                    main_grad.end = spoil
-                store.clear_gradients()
-                for i, (batch, _) in enumerate(mine[1]):
+            assert one_step(m, s, first)[0].isfinite()
+        for micro in (0, 1, None):
+            is_gradient = micro is not None
+            spoiling = is_last and is_gradient
+            store.clear_gradients()
+            with spoilt(model, store, micro) if spoiling else contextlib.nullcontext():
+                for i, (batch, _) in enumerate(second):
                     store.begin_backward(i == 1)
                     losses_of(model, [batch])
-                sums = torch.tensor([value if here and name is None else 1.0, 2.0])
-                norm = store.step(StepScalars(1e-2, 0.1, 1.0), sums)
-                assert norm.isfinite() == (name is None), (stage, name)
-                assert sums[0].isfinite() == (name is not None) and sums[1] == 2 * layout.world
-                store._wait_for(store.buckets)
-                assert is_equal(before, snapshot(store)) and torch.equal(weights, store.weights), (
-                    stage,
-                    name,
-                    value,
-                )
-                if main_grad is not None:
-                    del main_grad.end
-        for i in range(1, STEPS):
-            got, want = one_step(model, store, mine[i]), one_step(other, undisturbed, mine[i])
-            assert (
-                torch.equal(got[0], want[0]) and got[0].isfinite() and torch.equal(got[1], want[1])
-            )
-            assert int(store.count_zero_gradients()) == int(undisturbed.count_zero_gradients())
-        assert is_equal(snapshot(store), snapshot(undisturbed)) and is_equal(
-            everything(store), everything(undisturbed)
-        )
+            sums = torch.tensor([1.0 if is_gradient or not is_last else math.nan, 2.0])
+            norm = store.step(StepScalars(1e-2, 0.1, 1.0), sums)
+            assert norm.isfinite() == (not is_gradient), (stage, micro)
+            assert sums[0].isfinite() == is_gradient and sums[1] == 2 * layout.world
+            assert is_equal(snapshot(store), snapshot(undisturbed)), (stage, micro)
+        for m, s in ((model, store), (other, undisturbed)):
+            one_step(m, s, second)
+        assert is_equal(everything(store), everything(undisturbed))
 
 
-@sampled(
-    ("sizes", "dtype"), LAYOUTS, [torch.float64, torch.float32, torch.bfloat16], quick=[(0, 0)]
-)
 @pytest.mark.fault("F20")
-def test_a_non_finite_number_on_one_rank_stops_all(sizes, dtype):
-    on_ranks(check_non_finite, sizes, dtype)
-
-
-def check_offload(layout):
-    for dtype, stage in itertools.product((torch.float32, torch.bfloat16), (0, 1, 2)):
-        outcomes = []
-        for offload in (False, True):
-            model, store = make(
-                GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, zero=stage, offload=offload
-            )
-            results = [
-                one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")])
-                for i in range(STEPS)
-            ]
-            check_published(model, store, everything(store))
-            steps = {
-                f"step {i}": torch.cat([norm[None], sums]) for i, (norm, sums) in enumerate(results)
-            }
-            outcomes.append(snapshot(store) | steps)
-        assert is_equal(*outcomes), (dtype, stage)
-
-
-@sampled(("sizes",), LAYOUTS, quick=[(0,)])
-def test_offload_changes_nothing(sizes):
-    on_ranks(check_offload, sizes)
-
-
-def check_taken_over(layout):
-    """Continue from the state of one process or another stage, loaded through `named_state`."""
-
-    def hand_over(values, store):
-        for name, (shape, boxes, tensor) in store.named_state().items():
-            assert values[name].shape == shape
-            at = 0
-            for offsets, size in boxes:
-                box = values[name][
-                    tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
-                ]
-                tensor.view(-1)[at : at + box.numel()] = box.flatten()
-                at += box.numel()
-        store.publish_weights()
-
-    o = Optimizer(clip_grad=0.5)
-    one, alone = make(GATED, o, torch.float64)
-    every = [work(step, layout, 2) for step in range(6)]
-    for i in range(2):
-        one_step(one, alone, list(itertools.chain(*every[i])))
-    taken = []
-    for stage in (0, 1, 2):
-        model, store = make(GATED, o, torch.float64, seed=2 + stage, layout=layout, zero=stage)
-        hand_over(assembled([alone.named_state()])[0], store)
-        store.steps = alone.steps
-        assert is_equal(everything(store), assembled([alone.named_state()])[0])
-        taken.append((model, store))
-    for i in range(2, 6):
-        one_step(one, alone, list(itertools.chain(*every[i])))
-        for model, store in taken:
-            one_step(model, store, every[i][layout.at("replicas", "shard")])
-            close(everything(store), assembled([alone.named_state()])[0], 1e-12)
-        taken.append(taken.pop(0))
-        hand_over(everything(taken[0][1]), taken[1][1])  # from stage to stage
-
-
-@sampled(("sizes",), LAYOUTS, quick=[(0,)])
-def test_a_state_is_taken_over(sizes):
-    on_ranks(check_taken_over, sizes)
+def test_a_non_finite_number_on_one_rank_stops_all():
+    on_ranks(check_non_finite, SHARDS)
 
 
 def check_memory(layout):
@@ -621,9 +408,8 @@ def check_memory(layout):
         assert all(p.grad is None for p in model.parameters())
 
 
-@sampled(("sizes",), LAYOUTS[:3], quick=[(1,), (2,)])
-def test_memory_layout(sizes):
-    on_ranks(check_memory, sizes)
+def test_memory_layout():
+    on_ranks(check_memory, SHARDS)
 
 
 class Lazy:
@@ -645,49 +431,43 @@ def lazy(collective):
     return begin
 
 
-def check_pending(layout, dtype):
+def check_pending(layout):
     """Nothing is read or overwritten before the pending collective has been waited for."""
-    mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(STEPS)]
+    mine = [work(step, layout, 2)[layout.at("replicas", "shard")] for step in range(2)]
     for stage in (0, 1, 2):
         outcomes = []
         for names in ([], ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]):
-            model, store = make(TINY, Optimizer(clip_grad=0.0), dtype, layout=layout, zero=stage)
+            model, store = make(TINY, Optimizer(clip_grad=0.0), LOW, layout=layout, zero=stage)
             with pytest.MonkeyPatch.context() as patch:
                 for name in names:
                     patch.setattr(dist, name, lazy(getattr(dist, name)))
-                results = [
-                    torch.cat([norm[None], sums])
-                    for norm, sums in (one_step(model, store, x) for x in mine)
+                steps = [
+                    torch.cat([n[None], sums])
+                    for n, sums in (one_step(model, store, x) for x in mine)
                 ]
                 values = everything(store)
                 check_published(model, store, values)
-            outcomes.append(values | {f"step {i}": x for i, x in enumerate(results)})
+            outcomes.append(values | {"steps": torch.stack(steps)})
         assert is_equal(*outcomes), stage
 
 
-@sampled(("sizes", "dtype"), LAYOUTS[1:3], [torch.float32, torch.bfloat16], quick=[(0, 1), (1, 0)])
-def test_pending_collectives_are_awaited(sizes, dtype):
-    on_ranks(check_pending, sizes, dtype)
+def test_pending_collectives_are_awaited():
+    on_ranks(check_pending, COPIES)
 
 
-def check_uneven(layout, micro):
+def check_uneven(layout):
     """The last rank's losses leave out parameters that the others' use (refused with ZeRO 2)."""
+    o = Optimizer(clip_grad=0.5)
     for stage in (0, 1):
-        one, alone = make(TINY, Optimizer(clip_grad=0.5), torch.float64)
-        model, store = make(
-            TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, zero=stage
-        )
-        for step in range(STEPS):
-            every = work(step, layout, micro)
+        one, alone = make(TINY, o, torch.float64)
+        model, store = make(TINY, o, torch.float64, layout=layout, zero=stage)
+        for step in range(2):
+            every = work(step, layout, 1)
             every[-1][0] = (every[-1][0][0], SOME | LAYER if step % 2 else SOME)
-            want = one_step(one, alone, list(itertools.chain(*every)))
-            got = one_step(model, store, every[layout.at("replicas", "shard")])
-            torch.testing.assert_close(
-                got, want, rtol=1e-12, atol=0, msg=f"stage {stage}, step {step}"
-            )
+            one_step(one, alone, list(itertools.chain(*every)))
+            one_step(model, store, every[layout.at("replicas", "shard")])
             close(everything(store), assembled([alone.named_state()])[0], 1e-12)
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_parameters_unused_on_one_rank(micro):
-    on_ranks(check_uneven, LAYOUTS[0], micro)
+def test_parameters_unused_on_one_rank():
+    on_ranks(check_uneven, SHARDS)

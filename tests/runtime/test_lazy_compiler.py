@@ -28,6 +28,6 @@ assert plain.__dynamo_disable._torchdynamo_disable  # made by torch
 """
 
 
-@pytest.mark.whole
+@pytest.mark.long
 def test_the_compiler_is_imported_by_torch_alone() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True)

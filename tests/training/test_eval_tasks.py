@@ -2,22 +2,18 @@
 
 import json
 import math
-import random
 import time
 
 import pytest
 import torch
 
-import layouts
 from helpers import printed_losses, read_rows, train_on_texts
-from layouts import VOCAB, parse, run_all
 from meshwright.__main__ import main
 from meshwright.apps.report.page import page
 from meshwright.base.runs.history import read_history
 from meshwright.config.schema import TokenizerFlags
-from meshwright.data.windows import Window
 from meshwright.generation import language_model
-from meshwright.parallel.window_losses import plain_scorer, score_windows
+from meshwright.parallel.window_losses import plain_scorer
 from meshwright.training.hooks import eval_tasks
 from meshwright.training.tasks import prepare_task
 
@@ -78,12 +74,6 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
     )
 
 
-def test_losses_are_those_of_a_run_without(scored, tmp_path):
-    """Also of one that was stopped and resumed between two scores."""
-    without = train_on_texts(tmp_path, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], FLAGS[:-1])
-    assert printed_losses(without) == printed_losses(scored)
-
-
 def test_a_resumed_run_scores_as_one_that_was_not_stopped(scored, tmp_path, files):
     stopping = [*FLAGS, f"--eval-tasks={files}", "--exit-interval=6"]
     folder = train_on_texts(tmp_path, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], stopping)
@@ -93,6 +83,7 @@ def test_a_resumed_run_scores_as_one_that_was_not_stopped(scored, tmp_path, file
     assert read_history(folder).scores == read_history(scored).scores
 
 
+@pytest.mark.long
 def test_the_page_draws_the_scores(scored):
     history = read_history(scored)
     assert list(history.scores)[::2] == [
@@ -103,43 +94,6 @@ def test_the_page_draws_the_scores(scored):
     text, last = page(scored, history, {}, time.time()), history.scores["text bits per byte"][12]
     assert text.count("<figcaption>wikitext adjusted perplexity") == 1
     assert f"{last:.4f}" in text and "final text bits per byte" in text
-
-
-def windows():
-    rng = random.Random(3)
-    return [
-        Window([rng.randrange(VOCAB) for _ in range(n + 1)], rng.randrange(n))
-        for n in rng.choices(range(1, 17), k=9)
-    ]
-
-
-def read_scores(trainer):
-    net = trainer.net
-    is_fixed = eval_tasks.runs_one_shape(net)
-    found = score_windows(
-        lambda batches: eval_tasks.score_on_all(net, VOCAB, batches), windows(), 16, 2, is_fixed
-    )
-    return torch.cat(list(found)).tolist()
-
-
-LAYOUTS = [
-    "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2",
-    "--world-size 4 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
-    "--world-size 4 --context-parallel-size 2 --zero-stage 3",
-]
-
-
-@pytest.mark.long
-def test_every_layout_gives_the_same_scores():
-    """The scores after a step equal those of one process."""
-    [want] = run_all({"": layouts.alone(parse(""))}, 1, 1, read=read_scores)[""]
-    for line, ranks in run_all(
-        {line: parse(line) for line in LAYOUTS}, 4, 1, read=read_scores
-    ).items():
-        for got in ranks:
-            torch.testing.assert_close(
-                torch.tensor(got), torch.tensor(want), rtol=1e-8, atol=0, msg=line
-            )
 
 
 def test_default_interval(scored, tmp_path, files):
@@ -178,7 +132,7 @@ def train(folder, files, *more):
     )
 
 
-@pytest.mark.flag("eval_tasks_device")
+@pytest.mark.long
 def test_scores_beside_the_run(scored, files, tmp_path):
     """The process's scores are those of the step loop; its snapshot does not stay."""
     folder = train(tmp_path, files, "--eval-tasks-device=cpu", "--eval-tasks-interval=12")
@@ -191,6 +145,7 @@ def test_scores_beside_the_run(scored, files, tmp_path):
     assert not (folder / eval_tasks.SNAPSHOTS).exists()
 
 
+@pytest.mark.flag("eval_tasks_device")
 def test_a_process_that_is_late_or_fails_is_reported(files, tmp_path, monkeypatch):
     """It is not waited for while steps are left, and its failure ends nothing."""
     late = """
@@ -240,3 +195,9 @@ def test_bad_flags(flags, message, capsys):
 def test_without_eval_tasks_their_flags_are_noted(tmp_path, capsys):
     main(["train", *FLAGS, "--device=cpu", "--mock-data", "--vocab-size=64", "--dry-run"])
     assert "--eval-tasks-interval has no effect without --eval-tasks" in capsys.readouterr().err
+
+
+def test_losses_are_those_of_a_run_without(scored, tmp_path):
+    """Also of one that was stopped and resumed between two scores."""
+    without = train_on_texts(tmp_path, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], FLAGS[:-1])
+    assert printed_losses(without) == printed_losses(scored)

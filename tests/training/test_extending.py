@@ -23,14 +23,12 @@ from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.data.loader import Mock
-from meshwright.model.gpt import GPT, Block, Options
+from meshwright.model.gpt import GPT
 from meshwright.model.layers import Embedding, Linear
-from meshwright.model.positions import Positions, share
 from meshwright.parallel.layout import Layout
 from meshwright.training import run as train
 from meshwright.training.network import Spec, require_rated_tables
 from meshwright.training.run import Caller
-from on_ranks import environments, run_programs
 
 pytestmark = pytest.mark.whole
 
@@ -103,14 +101,6 @@ def test_the_example_reports_user_errors(example, tmp_path, capsys):
     assert example.main(str(tmp_path / "file"), 4) == 2
     err = capsys.readouterr().err
     assert "extending: error: " in err and "file' is a file, not a folder" in err
-
-
-def test_the_example_runs_on_two_ranks(tmp_path):
-    """Run it in the environment that `meshwright launch` sets."""
-    words = [str(tmp_path / "sums"), "4"]
-    statuses, logs = run_programs(EXAMPLE, [words] * 2, environments(2), tmp_path)
-    assert statuses == [0, 0], logs
-    assert "".join(logs).count(" of 5 right") == 1 and len(read_losses(tmp_path / "sums")) == 4
 
 
 @pytest.fixture(scope="module")
@@ -258,54 +248,6 @@ def test_a_network_has_no_factors_of_mup(example):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 
-def test_samples_are_sums(example):
-    sums = example.Sums(5, 1)
-    assert len(sums) == 5 and sums[3].shape == (example.SEQ + 1,) and sums[3].dtype == np.int64
-    text = "".join("\n" if i == 256 else chr(i) for i in sums[3])
-    complete = text.splitlines()[:-1]
-    assert len(complete) >= 4
-    for line in complete:
-        a, b, c = map(int, re.split(r"[+=]", line))
-        assert a + b == c
-    assert (sums[3] == example.Sums(5, 1)[3]).all() and (sums[3] != sums[2]).any()
-
-
-def test_the_block_adds_attention_and_mlp(example):
-    """Two layers of x + attn(ln(x)) + mlp(ln(x)), written out."""
-    m = dataclasses.replace(example.settings(None, 4).model, position_embedding_type="rope")
-    torch.manual_seed(0)
-    network = GPT(m, 257, 257, 8, example.Parallel, Options())
-    for p in network.parameters():
-        torch.nn.init.normal_(p, 0, 0.3)
-    tokens = torch.randint(257, (2, 8))
-    got = network(tokens, Positions())
-    shared = share(m, Positions(), tokens, torch.float32, False)
-    x = network.wte(tokens)
-    for layer in network.h.values():
-        y = layer.ln_1(x)
-        x = x + layer.attn(y, shared) + layer.mlp(y)
-    torch.testing.assert_close(got, network.head(network.ln_f(x)))
-
-
-def test_answer(example):
-    class Knows(nn.Module):
-        """Continue "=" with "42" and an end of document."""
-
-        vocab, layers = 257, 0
-
-        def __init__(self):
-            super().__init__()
-            self.wte = nn.Embedding(257, 1)
-
-        def forward(self, tokens, where, last_only):
-            following = {ord("="): ord("4"), ord("4"): ord("2"), ord("2"): 256}
-            return nn.functional.one_hot(
-                torch.tensor([[following[int(tokens[0, -1])]]]), 257
-            ).float()
-
-    assert example.answer(Knows(), "40+2=") == "42"
-
-
 def bigram():
     """Return the network of the page that has no blocks."""
     names = {"nn": nn, "Embedding": Embedding, "Linear": Linear}
@@ -363,20 +305,6 @@ def test_first_weights_are_drawn_by_name(example, tmp_path):
     assert (weights["wte.weight"][257:] == 0).all()
     assert (own["scale"] == own["scale"][0]).all() and float(own["scale"][0]) == pytest.approx(0.05)
     assert float(own["any.bias"][0]) == pytest.approx(0.08)
-
-
-def test_our_own_block_as_argument_changes_nothing(example, tmp_path):
-    """A run with our own block as an argument equals one without."""
-    settings = example.settings(None, 4)
-    settings = changed(settings, "data", mock_data=True)
-    runs = []
-    for given in ({}, {"model": lambda *sizes, options: GPT(*sizes, block=Block, options=options)}):
-        folder = tmp_path / str(len(runs))
-        c = changed(settings, "checkpoint", save=str(folder))
-        c = changed(c, "training", eval_iters=0)
-        assert train.run(c, Caller(**given)) == 0
-        runs.append(read_losses(folder))
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

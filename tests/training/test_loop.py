@@ -6,9 +6,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import tomllib
 from pathlib import Path
 
@@ -21,11 +19,10 @@ from meshwright.apps.plan.part import PlanForecast
 from meshwright.base import device
 from meshwright.base.device_profiles import DeviceProfile
 from meshwright.base.runs import history as report
-from meshwright.checkpoint import manifests, native, publish, steps
+from meshwright.checkpoint import manifests, native, steps
 from meshwright.config import schema
 from meshwright.config.fields import spelling
 from meshwright.data.files.writer import Writer
-from meshwright.data.tokenizers import train_bpe
 from meshwright.training import inflight, loop, validation
 from meshwright.training.log import metrics
 
@@ -94,15 +91,6 @@ def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
     assert first.status == 0 and first.column("iteration") == [1, 2] and steps_in(save) == [2]
     assert first.column("reason", "end") == ["--exit-interval 2"]
     assert run("--exit-interval", 2, "--save", save, "--load", save).column("iteration") == [3, 4]
-
-
-def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_path):
-    real = loop.Trainer.train
-    monkeypatch.setattr(
-        loop.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a)
-    )
-    got = run("--save", tmp_path / "save")
-    assert got.status == 143 and got.column("iteration") == [] and steps_in(tmp_path / "save") == []
 
 
 @pytest.mark.flag("skip_train")
@@ -272,27 +260,6 @@ def test_keep_best(run, tmp_path, monkeypatch):
     assert steps_in(save) == [8] and (save / steps.BEST).read_text() == "8"
 
 
-def test_steps_that_a_killed_run_did_not_remove_go_before_the_next_save(run, tmp_path, monkeypatch):
-    save, kept = tmp_path / "save", []
-    run("--save", save, "--save-interval", 2, "--eval-interval", 2)
-    real = loop.train_step
-    monkeypatch.setattr(loop, "train_step", lambda *a: kept.append(steps_in(save)) or real(*a))
-    flags = ("--keep-last", 2, "--train-iters", 7, "--override-opt_param-scheduler")
-    assert (
-        run("--save", save, "--load", save, *flags).status == 0
-        and kept == [[4, 6]]
-        and steps_in(save) == [6, 7]
-    )
-    assert not (save / steps.BEST).exists()
-
-
-def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
-    save = tmp_path / "save"
-    run("--save", save, "--save-interval", 2)
-    (save / "iter_0000004" / "state.json").write_text("{}")
-    assert publish.prune_steps(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
-
-
 @pytest.mark.flag("finetune")
 def test_finetune_takes_the_weights_alone(run, tmp_path, finished):
     a, b = tmp_path / "a", tmp_path / "b"
@@ -342,38 +309,6 @@ def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
     tuned = start(other, "--load", a, "--save", b, "--train-iters", 2, "--lr", "1e-3", "--finetune")
     assert tuned.status == 0 and tuned.column("iteration") == [1, 2]
     assert start(first, "--load", a, "--save", a).status == 0  # the same command again
-
-
-def test_a_run_that_stops_within_a_stage_goes_on_in_it(run, tmp_path):
-    first, other, a, b = (tmp_path / name for name in ("first", "other", "a", "b"))
-    write_counting(first, [60])
-    write_counting(other, [58], first=1)
-    files = (
-        "--no-mock-data",
-        "--split=1",
-        "--eval-iters=0",
-        "--train-iters",
-        6,
-        "--data-path",
-        1,
-        first,
-        0,
-        other,
-    )
-    # From samples 10 and 19 on, both within a batch of 4.
-    stages = (*files, "--blend-stages", f"10: 1 {first} 3 {other}", f"80%: {other}")
-    whole = run(*stages, "--save", a)
-    assert whole.status == 0 and " > blend from sample 10 on: 0.25 " in whole.out
-    parts = []
-    for stop in (3, 5, 7):
-        again = (
-            ("--no-mock-data", "--config", parts[0].folder / "config.toml") if stop == 5 else stages
-        )
-        parts.append(run(*again, "--save", b, "--load", b, "--exit-interval", stop))
-    assert [part.column("iteration") for part in parts] == [[1, 2, 3], [4, 5], [6]]
-    assert [loss for part in parts for loss in part.column("loss")] == whole.column("loss")
-    refused = run(*files, "--load", b, "--save", b)
-    assert refused.status == 2 and "--blend-change-at" in refused.err
 
 
 @pytest.mark.flag("no_load_optim")
@@ -724,16 +659,6 @@ def test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weig
     assert main(["train", "--config", str(b / "config.toml")]) == 65
 
 
-def test_overwriting_the_folder_of_the_loaded_step(run, tmp_path, finished):
-    """Nothing is trained; the loaded step is moved aside and written anew."""
-    save = tmp_path / "save"
-    finished(save)
-    got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
-    assert got.status == 0 and got.column("iteration") == [] and steps_in(save) == [6]
-    assert (save / "replaced-1" / "iter_0000006").is_dir()
-    manifests.verify_step(save / "iter_0000006", full=True)
-
-
 @pytest.mark.fault("F2")
 def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     """The same command again writes the tracker."""
@@ -743,75 +668,6 @@ def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     got = run("--save", save, "--load", save)
     assert got.status == 0 and (save / steps.TRACKER).read_text() == "6"
     assert "  successfully saved checkpoint at iteration       6 to" in got.out
-
-
-def test_evaluating_an_older_step_undoes_nothing(run, tmp_path, capsys):
-    c = tmp_path / "c"
-    main(["train", *SMALL_FLAGS, "--save", str(c), "--save-interval", "2"])
-    got = run("--skip-train", "--load", c / "iter_0000002", "--run-dir", c)
-    assert got.status == 0
-    rows = report.read_history(c)
-    assert [s.iteration for s in rows.steps] == [1, 2, 3, 4, 5, 6]
-    assert len(rows.attempts) == 1 and rows.attempts[0].end["attempt"] == 1
-    main(
-        [
-            "train",
-            *SMALL_FLAGS,
-            "--save",
-            str(c),
-            "--load",
-            str(c),
-            "--train-iters",
-            "7",
-            "--lr-decay-iters",
-            "6",
-        ]
-    )
-    assert [a.number for a in report.read_history(c).attempts] == [1, 3]
-
-
-def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
-    """An earlier best step that --save does not hold must not keep later ones out."""
-    losses = iter([3.0, 4.0, 5.0, 5.0])
-    monkeypatch.setattr(validation, "evaluate", lambda *a: next(losses))
-    a, b = tmp_path / "a", tmp_path / "b"
-    run("--save", a, "--eval-interval", 2, "--save-interval", 3, "--exit-interval", 5)
-    assert open_step(a, 5).state["best_iteration"] == 2
-    more = ("--load", a, "--keep-best", "--eval-interval", 6)
-    for save in (a, b):
-        losses = iter([4.5, 4.5, 4.5])
-        assert run(*more, "--save", save).status == 0 and (save / steps.BEST).read_text() == "6"
-        if save == a:
-            shutil.rmtree(a / "iter_0000006")
-            (a / steps.TRACKER).write_text("5")
-
-
-def test_skipped_ranges_leave_no_threads(run, after):
-    """Each range starts a new reader; the thread of the one before must have ended."""
-    alive = []
-    after(
-        3,
-        lambda: alive.extend(
-            t.name for t in threading.enumerate() if t.name.startswith("read-ahead")
-        ),
-    )
-    ranges = [f"{n}-{n}" for n in (2, 4)]
-    got = run("--num-workers", 2, "--skip-train-iteration-range", *ranges, "--eval-iters", 0)
-    assert got.column("iteration") == [1, 3, 5, 6] and len(alive) == 1
-
-
-def test_the_last_line_of_another_batch_size(run, tmp_path):
-    """Half of the samples were read in batches of 2, so the total is 6 + 3 steps, not 6."""
-    save = tmp_path / "save"
-    samples = ("--train-iters", "none", "--train-samples", 24, "--log-interval", 100)
-    samples += ("--micro-batch-size", 2)
-    first = run(*samples, "--global-batch-size", 2, "--save", save, "--exit-interval", 6)
-    assert first.column("consumed_samples")[-1] == 12
-    got = run(*samples, "--load", save, "--save", save)
-    assert got.column("iteration") == [7, 8, 9]
-    assert re.findall(r"^ iteration +(\d+)/ +(\d+) \|.* ETA: (\S+)", got.out, re.M) == [
-        ("9", "9", "0:00:00")
-    ]
 
 
 def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
@@ -840,18 +696,6 @@ def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
     assert refused.status == 65
 
 
-def test_the_refusal_names_a_step(run, tmp_path):
-    run("--save", tmp_path / "a", "--save-interval", 2)
-    refused = run("--save", tmp_path / "a")
-    assert refused.status == 73 and "already holds iter_0000006: add --load" in refused.err
-    assert run("--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b").status == 0
-    refused = run("--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
-    assert (
-        refused.status == 73
-        and f"give --load {tmp_path / 'b'} and no --finetune to continue it" in refused.err
-    )
-
-
 def token_files(tmp_path):
     with Writer(tmp_path / "data", np.uint16) as writer:
         for n in range(20):
@@ -878,12 +722,6 @@ def test_more_epochs_are_another_order(run, tmp_path):
     assert open_step(save, 8).state["epochs"] == [[2, True]]
 
 
-def test_mock_data_asks_for_no_files(run, tmp_path):
-    got = run("--data-path", tmp_path / "none", "--save", tmp_path / "save")
-    assert got.status == 0 and "not read" in got.err
-    assert open_step(tmp_path / "save", 6).config["data_fingerprint"] == []
-
-
 def test_a_folder_whose_name_is_not_utf8(tmp_path, monkeypatch):
     """With a standard output that is strict UTF-8, as in most terminals."""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
@@ -897,21 +735,6 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path, monkeypatch):
 
 
 # Combinations
-
-
-@pytest.mark.parametrize("every", [2, 3])
-def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, monkeypatch, every):
-    """The validation between the last save of the loop and the one at the end changes nothing."""
-    made_up = iter([5.0, 4.0, 3.0, 3.0, 3.0])
-    monkeypatch.setattr(validation, "evaluate", lambda *a: next(made_up))
-    save = tmp_path / "save"
-    got = run("--save", save, "--save-interval", every)
-    assert (
-        got.status == 0
-        and steps_in(save)[-1] == 6
-        and got.column("reason", "end") == ["all iterations done"]
-    )
-    assert open_step(save, 6).state["best_loss"] == 4.0  # of the loop's validations
 
 
 @pytest.mark.parametrize(("flags", "status"), [((), 70), (("--on-nonfinite", "skip:1"), 0)])
@@ -933,14 +756,6 @@ def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag
     assert refused.status == 65 and f"but {flag} needs one" in refused.err and "no " in refused.err
 
 
-def test_evaluation_compares_no_schedule(run, tmp_path, finished):
-    finished(tmp_path / "a")
-    got = run(
-        "--load", tmp_path / "a", "--skip-train", "--lr", "none", "--lr-decay-style", "cosine"
-    )
-    assert got.status == 0 and len(got.column("loss", "validation")) == 2
-
-
 def test_all_tokens_masked(run, monkeypatch):
     from meshwright.data import loader
 
@@ -956,23 +771,6 @@ def test_all_tokens_masked(run, monkeypatch):
         got.status == 65
         and "every token is masked in the global batch that starts at sample 0;" in got.err
     )
-
-
-def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
-    """A run into another folder uses the loaded run's tokenizer/ without a flag."""
-    train_bpe(["the quick brown fox"] * 9, 270, tmp_path / "v")
-    data = (*token_files(tmp_path), "--vocab-size", "none")
-    files = (
-        "--vocab-file",
-        tmp_path / "v" / "vocab.json",
-        "--merge-file",
-        tmp_path / "v" / "merges.txt",
-    )
-    assert run(*data, *files, "--save", tmp_path / "a", "--run-dir", tmp_path / "a").status == 0
-    got = run(*data, "--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
-    assert got.status == 0 and (tmp_path / "a" / "tokenizer").is_dir()
-    refused = run(*data, "--save", tmp_path / "c")
-    assert refused.status == 2 and "--tokenizer" in refused.err
 
 
 def test_a_step_of_minutes_is_announced(monkeypatch, capsys):

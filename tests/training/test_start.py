@@ -54,6 +54,7 @@ def test_another_programs_checkpoint_is_opened_once(exported, tmp_path, capsys, 
     assert openings(tmp_path) == [3]
 
 
+@pytest.mark.long
 def test_each_rank_opens_another_programs_checkpoint_once(exported, tmp_path):
     flags = [*TINY_FLAGS, f"--load={exported}", "--train-iters=2", "--eval-iters=0"]
     prepare = functools.partial(note_openings, tmp_path)

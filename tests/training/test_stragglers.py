@@ -1,30 +1,16 @@
 """Ranks for which the others wait are named, once, and the run goes on."""
 
-import functools
 import time
 
 import pytest
 
 from helpers import TINY_FLAGS, read_rows
-from meshwright.training import loop
 from meshwright.training.health.stragglers import Stragglers
 from on_ranks import train_on_ranks
 
 FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--train-iters", "--eval"))]
 FLAGS += "--global-batch-size=4 --train-iters=20 --num-layers=1 --micro-batch-size=1".split()
 FLAGS += "--log-interval=4 --distributed-timeout-minutes=0.05".split()
-
-
-def sleep_in(name, until, rank):
-    """Have rank 1 sleep in each step up to one, and every rank a little."""
-    real, calls = getattr(loop.Trainer, name), []
-
-    def call(*more):
-        calls.append(1)
-        time.sleep(0.15 if rank == 1 and len(calls) <= until else 0.02)
-        return real(*more)
-
-    setattr(loop.Trainer, name, call)
 
 
 def arrive_late(rank):
@@ -54,33 +40,6 @@ def test_a_slow_rank_is_named_and_the_run_goes_on(tmp_path):
     )
     assert f" > WARNING: {rows[0]['text']}\n" in out and out.count("x the median step time") == 1
     assert len(read_rows(tmp_path / "run")) == 20
-
-
-@pytest.mark.long
-def test_a_rank_that_waits_for_data_and_gets_well(tmp_path):
-    argv = [
-        *FLAGS,
-        f"--run-dir={tmp_path / 'run'}",
-        "--tensor-model-parallel-size=2",
-        "--train-iters=60",
-    ]
-    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "next_batch", 24)) == [
-        0,
-        0,
-    ]
-    rows = read_rows(tmp_path / "run", "straggler")
-    assert [(row["rank"], row["slow"]) for row in rows] == [(1, True), (1, False)]
-    assert "of it for data" in rows[0]["text"] and "no longer slow" in rows[1]["text"]
-
-
-@pytest.mark.long
-def test_no_straggler_is_named_without_the_flag_or_without_one(tmp_path):
-    argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}", "--no-log-straggler"]
-    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [
-        0,
-        0,
-    ]
-    assert read_rows(tmp_path / "run", "straggler") == []
 
 
 class Board:

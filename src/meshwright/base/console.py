@@ -73,6 +73,7 @@ def only_warnings() -> Iterator[None]:
 @contextlib.contextmanager
 def shortened() -> Iterator[None]:
     """Print only warnings and remarks of the block if the lines go to a terminal, beside text."""
+    # Text on stdout is what was asked for, and a log beside it would disturb.
     if _stream != "stderr" or not sys.stderr.isatty():
         yield
         return
@@ -127,6 +128,7 @@ def held_back() -> Iterator[None]:
     """
     global _held
     _held = []
+    # A set-up that takes long is not to look as if it hung.
     timer = threading.Timer(PATIENCE, _release)
     timer.daemon = True
     timer.start()
@@ -167,6 +169,7 @@ def say(
         if not is_figure:
             _screen.follow(line)
         return
+    # The timer's thread may release the lines meanwhile.
     with _printing:
         text = line if shown is None else shown
         if _held is None:
@@ -250,6 +253,7 @@ class LogFile:
             return
         data = f"{line}\n".encode(errors="backslashreplace")
         try:
+            # A nearly full disk may take only a part at once.
             while data and self.fd >= 0:
                 data = data[os.write(self.fd, data) :]
         except OSError as error:
@@ -308,6 +312,7 @@ def _break_line(line: str, width: int) -> str:
     hang = len(line) - len(line.lstrip()) + 2
     if name and name.end() <= min(WIDEST_NAME, width // 2):
         hang = name.end()
+    # A command needs two columns for its backslash.
     parts = textwrap.wrap(
         line,
         max(width - 2 * is_command, 20),
@@ -327,6 +332,7 @@ class FittedOutput:
         self.rest = ""
 
     def write(self, text: str) -> int:
+        # Only whole lines can be broken; the rest waits for its end.
         *lines, self.rest = (self.rest + text).split("\n")
         fitted = [f"{fit(line, self.stream)}\n" for line in lines]
         self.stream.write("".join(fitted))
@@ -363,6 +369,7 @@ def no_stderr() -> Iterator[None]:
     Other threads' output is lost too, so the block must not wait.
     """
     sys.stderr.flush()
+    # By the descriptor: what C++ writes does not pass sys.stderr.
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -77,6 +77,7 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
     accelerator = _current() if kind != "cpu" else None
     if kind == "cpu" or (kind == "auto" and accelerator is None):
         return torch.device("cpu")
+    # What was asked for is not there: say what is.
     if accelerator is None or kind not in ("auto", accelerator.type):
         missing = "no GPU" if kind == NVIDIA else "no such device"
         seen = f"{accelerator.type} devices" if accelerator is not None else missing
@@ -214,15 +215,19 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == NVIDIA
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Return whether its matrix units multiply fp8 (NVIDIA from compute capability 8.9)."""
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU; 0 of any other device."""
     import torch
 
-    return (
-        device.type == NVIDIA
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    # A torch for AMD's GPUs calls them by NVIDIA's name.
+    if device.type != NVIDIA or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether its matrix units multiply fp8 (NVIDIA from compute capability 8.9)."""
+    return nvidia_capability(device) >= (8, 9)
 
 
 @functools.cache
@@ -231,13 +236,7 @@ def is_hopper_or_later(device: torch.device) -> bool:
 
     There a kernel can start before the one before it ends, and hardware loads tiles of tensors.
     """
-    import torch
-
-    return (
-        device.type == NVIDIA
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return nvidia_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -295,6 +294,7 @@ def count_drawn(device: torch.device) -> int:
 def _generator(device: torch.device) -> torch.Generator:
     import torch
 
+    # torch keeps a generator for each device of a kind.
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     generator = _module(device).default_generators[index]
     assert isinstance(generator, torch.Generator)
@@ -417,6 +417,7 @@ def use_deterministic_algorithms() -> None:
     """Let torch use deterministic algorithms only, cuBLAS included."""
     import torch
 
+    # cuBLAS repeats its results only with workspaces of fixed sizes, and torch insists on that.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -492,6 +493,7 @@ def ask_nvidia_smi(fields: str, form: str = "csv") -> str:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{tool} gave no answer in {SMI_SECONDS} s") from None
     if done.returncode:
+        # nvidia-smi writes most of its errors to standard output.
         said = next(iter((done.stdout + done.stderr).strip().splitlines()), "")
         raise RuntimeError(f"{tool} ended with status {done.returncode}{said and f': {said}'}")
     return done.stdout
@@ -512,6 +514,7 @@ def multiplies_bf16_fast(size: int = 512) -> bool:
     """
     import torch
 
+    # The shortest of some: another program can only make them longer.
     shortest = dict[torch.dtype, float]()
     for _ in range(4):
         for dtype in (torch.float32, torch.bfloat16):
@@ -550,6 +553,7 @@ def free_memory(device: torch.device) -> int:
     """Return the memory that this process could still use; on a CPU see host.py."""
     if device.type == "cpu":
         return host.free_host_memory()
+    # What the driver has free, and what torch's allocator already has from it.
     return int(_module(device).mem_get_info(device)[0] + _module(device).memory_reserved(device))
 
 

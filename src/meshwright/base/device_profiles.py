@@ -86,9 +86,8 @@ class DeviceProfile:
     def attention(self, width: int, dtype: str) -> tuple[float, float]:
         """Return the FLOP/s of attention forward and backward for heads of a width and a format."""
         if dtype in ("float32", "float64"):  # other kernels, near the same shares of their own peak
-            peak = self.flops(dtype) / self.reached.get(
-                f"products_{dtype}", self.reached["products"]
-            )
+            share = self.reached.get(f"products_{dtype}", self.reached["products"])
+            peak = self.flops(dtype) / share
         else:
             peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
         size = "64" if width <= 64 else "128"
@@ -226,25 +225,23 @@ def profile_of(product: str) -> DeviceProfile | None:
 
     A laptop's GPU is another one than the card that it is named after.
     """
-    named = [
-        (part, profile) for profile in map(load_profile, profile_names()) for part in profile.names
-    ]
-    fitting = [
-        pair
-        for pair in named
-        if re.search(rf"\b{re.escape(pair[0])}\b(?! Laptop)", product, re.IGNORECASE)
-    ]
-    return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
+    found = None
+    longest = 0
+    for profile in map(load_profile, profile_names()):
+        for part in profile.names:
+            words = rf"\b{re.escape(part)}\b(?! Laptop)"
+            if len(part) > longest and re.search(words, product, re.IGNORECASE):
+                found = profile
+                longest = len(part)
+    return found
 
 
 def launch_times(given: Mapping[str, float]) -> dict[str, float]:
     """Return the fixed times; the host's others are as much slower as its time of a launch."""
-    scale = given.get("launch", SECONDS["launch"]) / SECONDS["launch"]
-    return (
-        SECONDS
-        | {key: scale * SECONDS[key] for key in (*LAUNCHES.values(), "prepare")}
-        | dict(given)
-    )
+    usual = SECONDS["launch"]
+    scale = given.get("launch", usual) / usual
+    scaled = {key: scale * SECONDS[key] for key in (*LAUNCHES.values(), "prepare")}
+    return SECONDS | scaled | dict(given)
 
 
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
@@ -253,12 +250,15 @@ def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
     measured = table.get("measured", {})
     assumed = table.get("assumed", {})
     given = assumed | measured
-    if unknown := [
-        key for key in given if key not in REACHED | SECONDS and not key.startswith("products_")
-    ]:
-        raise ValueError(f"unknown {unknown[0]}{did_you_mean(unknown[0], REACHED | SECONDS)}")
-    shares = {key: value for key, value in given.items() if key not in SECONDS}
-    seconds = {key: value for key, value in given.items() if key in SECONDS}
+    shares = {}
+    seconds = {}
+    for key, value in given.items():
+        if key in SECONDS:
+            seconds[key] = value
+        elif key in REACHED or key.startswith("products_"):
+            shares[key] = value
+        else:
+            raise ValueError(f"unknown {key}{did_you_mean(key, REACHED | SECONDS)}")
     links = table["links"]
     return DeviceProfile(
         name=name,

@@ -75,11 +75,9 @@ def what_it_holds(folder: Path) -> str:
     if (folder / "run" / "config.toml").is_file():
         return f"; did you mean {folder / 'run'}?"
     is_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-    return (
-        "; it is a tokenizer, not a model: give the save folder of a training"
-        if is_tokenizer and not (folder / "config.json").exists()
-        else ""
-    )
+    if is_tokenizer and not (folder / "config.json").exists():
+        return "; it is a tokenizer, not a model: give the save folder of a training"
+    return ""
 
 
 def first_line(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import filecmp
-import functools
 import hashlib
 import math
 import os
@@ -117,6 +116,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def sync(path: str | Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
+    # Also a folder can be opened so, which makes renames in it durable.
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -156,6 +156,7 @@ def own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
     try:
         fd = os.open(path, flags, mode)
     except OSError as error:
+        # A link, or a pipe without a reader: say which.
         if error.errno in (errno.ELOOP, errno.ENXIO):
             require_unlinked(Path(path))
         raise
@@ -211,21 +212,23 @@ class _Unchanged(Exception):
     """The file is there, with the same content."""
 
 
-def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool, flag: str) -> bool:
+def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool) -> bool:
     """Write lines, complete or not at all; return False if the file was there with this content.
 
-    Another content is kept, unless `overwrite`; the error names `flag`, which chose the path.
+    Another content is kept, unless `overwrite`.
     """
     try:
         with replacing(path, typed=True) as file:
             file.writelines(line + b"\n" for line in lines)
             file.flush()
+            # An equal file keeps its time of change, so that nothing is made from it anew.
             if path.is_file() and filecmp.cmp(file.name, path, shallow=False):
                 raise _Unchanged
             if path.is_file() and not overwrite:
-                message = f"{path} exists already, with another content, which is kept"
                 raise UserError(
-                    f"{message}; add --overwrite to replace it, or choose another {flag}", LOCKED
+                    f"{path} exists already, with another content, which is kept; "
+                    "add --overwrite to replace it, or choose another --output-file",
+                    LOCKED,
                 )
     except _Unchanged:
         return False
@@ -256,7 +259,7 @@ def lock(path: Path, patience: float = math.inf, stays: bool = False) -> Iterato
         os.close(fd)
 
 
-def open_locked(path: Path, patience: float = 0.0) -> tuple[int, bool]:
+def open_locked(path: Path, patience: float) -> tuple[int, bool]:
     """Open or create a file and lock it; return its descriptor and whether there are locks.
 
     The kernel releases the lock when the descriptor is closed or the process dies, so that no lock
@@ -283,6 +286,7 @@ def open_locked(path: Path, patience: float = 0.0) -> tuple[int, bool]:
                 time.sleep(0.05)
                 continue
         try:
+            # The lock counts only if the file still has its name.
             if os.path.samestat(os.stat(path), os.fstat(fd)):
                 return fd, has_locks
         except FileNotFoundError:
@@ -294,6 +298,7 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
     """Make a folder; check that it takes files and has `needed` bytes free. `flag` names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell: a disk may be mounted read-only.
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -326,6 +331,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
     tomllib keeps every beginning of a dotted key: 100 KB of `a.a.a...` would take 10 GB.
     """
+    # Of what is outside of strings and comments.
     outside = TOML_STRINGS.sub("_", text)
     if DEEP_KEY.search(outside):
         raise ValueError(f"a key has more than {TOML_DEPTH} parts; no file of settings needs that")
@@ -362,16 +368,18 @@ def sample_ranges(length: int, size: int, count: int) -> list[tuple[int, int]]:
     """
     if length <= size * count:
         return [(0, length)]
+    # The first block begins at 0, the last one ends at the end.
     begins = ((length - size) * n // (count - 1) for n in range(count))
     return [(begin, begin + size) for begin in begins]
 
 
 def crc32(path: Path) -> int:
     """Return the CRC-32 of a file."""
+    crc = 0
     with path.open("rb") as file:
-        return functools.reduce(
-            lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(BLOCK), b""), 0
-        )
+        while block := file.read(BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def checksums(

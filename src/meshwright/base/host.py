@@ -69,6 +69,7 @@ def keep_freed_memory() -> None:
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
+    # A scheduler may have given this process some of the cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -105,6 +106,7 @@ def container_memory() -> tuple[int | None, int]:
 
     Cached files give way to other use; with memory-mapped data they fill whatever there is.
     """
+    # The first of both versions that is there.
     for limit, used, stat in CGROUP_FILES:
         try:
             most = (CGROUP / limit).read_text().strip()
@@ -148,6 +150,7 @@ def describe_lack(error: BaseException) -> str | None:
     """Return in which words the host refused memory, if that is why the error was raised."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
+    # The lack may be the cause of an error that says something else.
     while cause is not None and cause not in seen:
         if isinstance(cause, MemoryError) or REFUSED.search(str(cause)):
             line = refused_request(cause) or (str(cause).splitlines() or [""])[0][:200]

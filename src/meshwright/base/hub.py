@@ -25,9 +25,11 @@ def find_folder(name: str, *files: str, is_needed: bool = True, near: str = "") 
     from huggingface_hub import constants, try_to_load_from_cache
 
     cached = [try_to_load_from_cache(name, file) for file in files]
+    # The cache also notes which files a repository does not have.
     if any(path is not None and not isinstance(path, str) for path in cached):  # known not to exist
         return None
     lacking = [file for file, path in zip(files, cached, strict=True) if path is None]
+    # A download may take long, so it is said before it begins.
     if lacking and is_needed:
         here = f"no such folder or file here{near} " if near else ""
         asking = f"asking {constants.ENDPOINT}/{name} for {', '.join(lacking)}, kept in {constants.HF_HUB_CACHE}"
@@ -52,6 +54,7 @@ def _download(name: str, file: str, near: str) -> Path | None:
     from huggingface_hub import constants, errors, hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    # The files are small, and our own line has been printed.
     disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for each of its attempts
     where = f"--tokenizer {name}: no such folder or file here{near or ','} and"
@@ -59,6 +62,7 @@ def _download(name: str, file: str, near: str) -> Path | None:
         require_address(constants.ENDPOINT)
         return Path(hf_hub_download(name, file))
     except errors.RepositoryNotFoundError as error:
+        # Of a repository that is gated, the Hub says that it exists.
         is_gated = isinstance(error, errors.GatedRepoError)
         what = (
             "requires you to accept its terms" if is_gated else "has no such name, or it is private"

@@ -55,8 +55,10 @@ def _changed(name: str, before: Any, now: Any) -> str:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return name
     if name == "settings":
-        differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-        flags = [f"--{key.replace('_', '-')}" for key in differ]
+        flags = []
+        for key in sorted({*before, *now}):
+            if before.get(key) != now.get(key):
+                flags.append(f"--{key.replace('_', '-')}")
         return f"{name} ({' '.join(flags)})"
 
     # Inputs: the same ones read otherwise, the same names, or others.
@@ -95,10 +97,12 @@ def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) ->
     if about is None and "://" in str(path):  # its name holds its revision
         return [str(path)]
     if about is None or not stat.S_ISREG(about.st_mode):
+        # A state that never comes again.
         return [time.time_ns()]
     size = about.st_size
     if is_small:
         return [size, files.sha256(path)]
+    # Only larger files are sampled: there may be very many small ones to open.
     if size < 1 << 20:
         return [size, about.st_mtime_ns]
     return [size, about.st_mtime_ns, files.sample(path, *SAMPLES)]

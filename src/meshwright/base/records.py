@@ -23,11 +23,17 @@ def json_ready(value: Any, substitute: Callable[[float], str | None] = str) -> A
     return value
 
 
+def or_dash(value: float | None, form: str) -> str:
+    """Return a cell of a table: a number in this format, or a dash for none."""
+    return "-" if value is None else format(value, form)
+
+
 def align_columns(rows: Sequence[Sequence[str]], to_the_right: bool = False) -> list[str]:
     """Return lines whose columns are as wide as their widest cell.
 
     rich would wrap or cut them at the width of a terminal; scripts read these lines too.
     """
+
     columns = zip(*rows, strict=True)
     widths = [max(map(len, column)) for column in columns]
     pad = str.rjust if to_the_right else str.ljust

@@ -58,6 +58,7 @@ class Sandbox:
             except BaseException:
                 self.stop()
                 raise
+        # The function itself has failed, and said why.
         if "result" not in answer:
             raise ValueError(answer["error"])
         return answer["result"]

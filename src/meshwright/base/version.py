@@ -28,6 +28,7 @@ def numbers_of(version: str) -> tuple[int, int]:
 def project_text() -> str:
     """Return the pyproject.toml of the clone that this code is in, or an empty string."""
     with contextlib.suppress(OSError):
+        # The folders above may be another project's, in which this one was copied.
         text = PROJECT.read_text(encoding="utf-8")
         if re.search('^name = "meshwright"', text, re.M):
             return text

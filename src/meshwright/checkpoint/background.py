@@ -81,7 +81,9 @@ class Background:
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise its failure."""
-        flying, self.flying = self.flying, None
+        # Taken out first: a failure is reported once.
+        flying = self.flying
+        self.flying = None
         if flying is not None:
             flying.result()
 

@@ -24,17 +24,18 @@ def check_cover(index: Mapping[str, Any]) -> None:
     """Check that the boxes of each tensor in the index hold every element exactly once."""
     for name, tensor in index.items():
         boxes = tensor["boxes"]
+        shape = tuple(tensor["shape"])
         # With the form given, since an array of no boxes has no dimensions.
-        form = len(boxes), len(tensor["shape"])
+        form = len(boxes), len(shape)
         low = np.array([box["offset"] for box in boxes], np.int64).reshape(form)
         sizes = np.array([box["size"] for box in boxes], np.int64).reshape(form)
         # As many elements as the tensor has, and none twice: then none is missing.
         covered = int(sizes.prod(axis=1).sum())
-        size = math.prod(tensor["shape"])
+        size = math.prod(shape)
         overlap = overlapping(low, low + sizes)
         if covered != size or overlap:
             raise ValueError(
-                f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {covered:,}"
+                f"{name} {shape} has {size:,} elements, the boxes of all ranks hold {covered:,}"
                 f"{', some of them twice' if overlap else ''}"
             )
 
@@ -61,6 +62,7 @@ def split_boxes(
     boxes: Iterable[tuple[Shape, Shape]], flat: torch.Tensor
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield each box with its part of a flat tensor that holds one box after the other."""
+    # Boxes follow each other in the flat tensor without gaps.
     start = 0
     for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
         end = start + math.prod(box.size)
@@ -73,16 +75,19 @@ def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool
 
     Of thousands of boxes, only those are compared that meet along the dimension with most cuts.
     """
-    if len(low) < 2 or not low.shape[1]:
+    dimensions = low.shape[1]
+    if len(low) < 2 or not dimensions:
         return len(low) > 1
-    d = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
+    d = max(range(dimensions), key=lambda d: len(np.unique(low[:, d])))
     order = low[:, d].argsort()
-    low, high = low[order], high[order]
+    low = low[order]
+    high = high[order]
     # Along d, box i meets of the boxes behind it those that begin before it ends.
     ends = np.searchsorted(low[:, d], high[:, d])
     for i, end in enumerate(ends.tolist()):
-        begin_both = np.maximum(low[i], low[i + 1 : end])
-        end_both = np.minimum(high[i], high[i + 1 : end])
+        others = slice(i + 1, end)
+        begin_both = np.maximum(low[i], low[others])
+        end_both = np.minimum(high[i], high[others])
         if (begin_both < end_both).all(axis=1).any():
             return True
     return False

@@ -44,7 +44,8 @@ def claimed_shape(sizes: Any, what: str) -> tuple[int, ...]:
     """Return sizes that a tensor can have; a long list is refused before it is copied."""
     if not isinstance(sizes, list | tuple) or len(sizes) > DIMENSIONS:
         raise FalseClaim(f"the shape of {what} is not a list of at most {DIMENSIONS} sizes")
-    shape = tuple(claimed(size, f"a size of {what}", ELEMENTS) for size in sizes)
+    of_size = f"a size of {what}"
+    shape = tuple(claimed(size, of_size, ELEMENTS) for size in sizes)
     # Each size may be true and their product not.
     claimed(math.prod(shape), f"the number of elements of {what}", ELEMENTS)
     return shape

@@ -180,7 +180,8 @@ def complete_source(
     source: Source, given: Mapping[str, Any], t: TokenizerFlags
 ) -> tuple[Source, tokenizers.Tokenizer | None]:
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
-    saved, where = describe_model(source, given), source.folder
+    saved = describe_model(source, given)
+    where = source.folder
     tokenizer = find_tokenizer(saved, t)
 
     # The true size of the vocabulary: as the flags say, then the source, then its tokenizer. The
@@ -285,7 +286,8 @@ def select(
 
 def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     """Write the target; return the number of tensors and of bytes."""
-    source, target = conversion.source, conversion.target
+    source = conversion.source
+    target = conversion.target
     optimizer = target.wants_optimizer and source.has_optimizer
     if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
         raise SettingsError(
@@ -381,10 +383,12 @@ def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
 
 
 def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dict[str, Produce]:
-    target, model = conversion.target, conversion.config.model
+    target = conversion.target
+    model = conversion.config.model
     if target.dtype:
         source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
-    t, p = target.tensor_parallel, target.pipeline_parallel
+    t = target.tensor_parallel
+    p = target.pipeline_parallel
     assert source.vocab
     padded = counts.padded_size(
         source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to

@@ -66,6 +66,7 @@ def refuse_option(name: str) -> Expression:
     """Refuse a network with this option, which the target does not have."""
 
     def obstacle(m: Model) -> str:
+        # As in networks from before there was the option.
         value = getattr(m, name)
         if value == ABSENT[name]:
             return ""
@@ -94,11 +95,9 @@ def _no_groups(m: Model) -> str:
 
 def _width_for_llama(m: Model) -> str:
     heads = m.num_attention_heads or 1
-    return (
-        f"a width of {m.hidden_size}, not a multiple of {heads} heads"
-        if (m.hidden_size or 0) % heads
-        else ""
-    )
+    if (m.hidden_size or 0) % heads:
+        return f"a width of {m.hidden_size}, not a multiple of {heads} heads"
+    return ""
 
 
 def _norm(allowed: str) -> Expression:

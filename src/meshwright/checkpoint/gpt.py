@@ -64,7 +64,8 @@ def measure_gpt(
     # The sizes, each from one tensor; one that is missing, or no matrix, is found below.
     layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
     rows, width = weights["wte.weight"].shape
-    fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
+    fc = weights.get("h.0.mlp.fc.weight")
+    wpe = weights.get("wpe.weight")
     ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
 
     # The shapes of all tensors by these sizes.

@@ -143,10 +143,14 @@ def describe_tensor(source: Source, name: str, info: TensorInfo) -> str:
     shape = "x".join(map(str, info.shape)) or "scalar"
     dtype = native.NAMES[info.dtype]
     size = math.prod(info.shape) * native.SIZES[dtype]
+    # How it was saved: a part of each rank that held one.
     boxes = source.parts(name)
     files = {file for file, _ in boxes}
-    spread = f"{len(boxes)} boxes, {len(files)} files"
-    return f"  {name:40} {shape:>16} {dtype:>4} {size:>16,} bytes in {spread}"
+    return (
+        f"  {name:40} {shape:>16} {dtype:>4} "
+        f"{size:>16,} bytes in "
+        f"{len(boxes)} boxes, {len(files)} files"
+    )
 
 
 def list_settings(saved: Mapping[str, Any]) -> list[str]:
@@ -215,9 +219,12 @@ def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
     theirs = torch.empty(first.shape, dtype=dtype)
     a.fill({name: native.undivided(ours)})
     b.fill({name: native.undivided(theirs)})
-    types = f", {first.dtype} | {second.dtype}" if first.dtype != second.dtype else ""
+    types = ""
+    if first.dtype != second.dtype:
+        types = f", {first.dtype} | {second.dtype}"
     if differ := int((ours != theirs).sum()):
         furthest = float((ours - theirs).abs().max())
-        yield f"{name}: {differ:,} of {ours.numel():,} numbers differ, by at most {furthest:.3g}{types}"
+        how = f"{differ:,} of {ours.numel():,} numbers differ, by at most {furthest:.3g}"
+        yield f"{name}: {how}{types}"
     elif types:
         yield f"{name}: equal{types}"

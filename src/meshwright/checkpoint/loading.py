@@ -74,6 +74,7 @@ def first_intact(
     """
     team.run_on_all(lambda: mirror.fetch(path))
     location, notes = search_on_rank_0(path, lambda: steps.find_step(path, sizes=sizes), team)
+    # Damage shows only as a step is read, so each is tried; all ranks then go on to the next one.
     reported: list[PassedStep] = []
     while True:
         reported += map(PassedStep, notes)
@@ -94,6 +95,7 @@ def find_older(
     path: Path, location: StepLocation, damage: DamagedCheckpoint, note: str, report: Report
 ) -> Search:
     """Find the step before a damaged one; raise the damage if no other may be taken."""
+    # Whoever names a step, or another program's folder, wants that one.
     if not location.ours or path.resolve() == location.folder.resolve():
         raise damage
     report(note)
@@ -182,7 +184,8 @@ def open_foreign(
     """Open another program's checkpoint, or return it if `opened` is it."""
     from meshwright.checkpoint.pickle import pickles  # it imports torch
 
-    kind, folder = location.kind, location.folder
+    kind = location.kind
+    folder = location.folder
     if options.trust and team.is_rank_0:
         notice(f"--trust-pickle: any code in the files of {folder} is run")
     if location.ours and options.verify != "none":
@@ -194,6 +197,7 @@ def open_foreign(
             source: Source = all_formats()[kind].load_reader()(
                 folder, options.trust, options.heads, options.optimizer
             )
+    # A file may be damaged or hostile, and its reader meets that as any error of Python's.
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (

@@ -90,8 +90,11 @@ def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest in its only valid spelling, with a hash of itself."""
-    files = {name: file._asdict() for name, file in manifest.items()}
-    body: dict[str, Any] = {"format": FORMAT, "chunk": CHUNK, "files": files}
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "chunk": CHUNK,
+        "files": {name: file._asdict() for name, file in manifest.items()},
+    }
     spelling = json.dumps(body, sort_keys=True).encode()
     body["sha256"] = sha256([spelling])
     return json.dumps(body, sort_keys=True, indent=1).encode()

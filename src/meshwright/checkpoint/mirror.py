@@ -103,7 +103,9 @@ def list_run(store: BucketObjects, key: str) -> dict[str, Entry]:
     tracked, _ = store.get(f"{key}/{TRACKER}") or (b"", None)
     if not re.fullmatch(rb"\d{1,15}", tracked):
         return objects
-    manifest = f"{step_folder('', int(tracked))}/{MANIFEST}"
+    folder = step_folder("", int(tracked))
+    manifest = f"{folder}/{MANIFEST}"
+    # An object that the list lacks is found by its name.
     if manifest not in objects and store.entry(f"{key}/{manifest}") is not None:
         what = f"the list of {store.bucket}/{key} lacks {manifest}, which is there"
         raise UserError(f"{what}: the list is out of date; start again in a minute", IO)

@@ -67,7 +67,9 @@ _DTYPES = {
 TORCH = {name: theirs for name, (theirs, _) in _DTYPES.items()}
 NAMES = {theirs: name for name, theirs in TORCH.items()}
 SIZES = {name: size for name, (_, size) in _DTYPES.items()}
-INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
+INDEX = "index.json"
+STATE = "state.json"
+CONFIG = "config.json"
 INDEX_LIMIT = 128 << 20  # bytes: about 1,200,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
 
@@ -135,6 +137,7 @@ def step_files(
 
     `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
+    # Laid out while the ranks agree, so that a tensor that cannot be saved is reported together.
     head = b""
     extents: list[BoxToWrite] = []
     texts: dict[str, bytes] = {}
@@ -151,6 +154,7 @@ def step_files(
                 write(part)
 
     def describe_all() -> int:
+        # A gap or an overlap would show only when somebody loads the step.
         index = make_index(described)
         check_cover(index)
         text = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
@@ -262,12 +266,14 @@ def lay_out(named: TensorBoxes) -> tuple[bytes, list[BoxToWrite]]:
     """Return a safetensors header and the extents after it, widest types first to align them."""
     extents = []
     for name, (shape, boxes, tensor) in named.items():
-        for box, flat in split_boxes(boxes, flatten(name, shape, boxes, tensor)):
+        dtype = dtype_name(tensor)
+        whole = flatten(name, shape, boxes, tensor)
+        for box, flat in split_boxes(boxes, whole):
             # A part has its ranges in its key, so that the keys of a file differ.
             if box.size == tuple(shape):
-                extents.append(BoxToWrite(name, dtype_name(tensor), box, flat))
+                extents.append(BoxToWrite(name, dtype, box, flat))
             elif flat.numel():  # a rank's slice of a flat buffer may be empty
-                extents.append(BoxToWrite(name + ranges(box), dtype_name(tensor), box, flat))
+                extents.append(BoxToWrite(name + ranges(box), dtype, box, flat))
     extents.sort(key=lambda extent: (-SIZES[extent.dtype], extent.key))
     named_sizes = ((extent.key, extent.dtype, extent.box.size) for extent in extents)
     return safetensors_header(named_sizes), extents
@@ -308,7 +314,10 @@ def describe_wanted(named: TensorBoxes, rank: int) -> Described:
         if boxes:
             key = tuple((tuple(offset), tuple(size)) for offset, size in boxes)
             names.setdefault(key, []).append(name)
-    rows = [(own, [(0, offset, size) for offset, size in boxes]) for boxes, own in names.items()]
+    # What is wanted has no place in a file.
+    rows = []
+    for boxes, own in names.items():
+        rows.append((own, [(0, offset, size) for offset, size in boxes]))
     return describe_tensors(named, rows, rank)
 
 
@@ -330,6 +339,7 @@ def byte_views(flat: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a flat tensor: views of CPU memory, or bounded copies from a GPU."""
     import torch
 
+    # A view in memory is not copied, so the bound costs nothing there.
     count = PART // flat.element_size()
     for i in range(0, flat.numel(), count):
         yield flat[i : i + count].cpu().view(torch.uint8).numpy().data
@@ -359,10 +369,13 @@ class StoredBox(NamedTuple):
 
     def byte_range(self, low: Shape, high: Shape) -> tuple[int, int]:
         """Return the bytes from the first to the last element between `low` and `high`."""
+        # The box lies in row order, so everything between is within these bytes.
         itemsize = SIZES[self.dtype]
         first = position(self.box, low)
-        last = position(self.box, tuple(h - 1 for h in high))
-        return self.begin + first * itemsize, self.begin + (last + 1) * itemsize
+        last = position(self.box, tuple(end - 1 for end in high))
+        begin = self.begin + first * itemsize
+        end = self.begin + (last + 1) * itemsize
+        return begin, end
 
 
 class BoxCopy(NamedTuple):
@@ -554,15 +567,20 @@ def meetings(
     begin = np.maximum(np.maximum(low, 0)[rows], stored.low[numbers])
     end = np.minimum((low + size)[rows], (stored.low + stored.size)[numbers])
     meet = (begin < end).all(axis=1)
-    rows, numbers, begin, end = rows[meet], numbers[meet], begin[meet], end[meet]
+    rows = rows[meet]
+    numbers = numbers[meet]
+    begin = begin[meet]
+    end = end[meet]
 
     # Where the first and the last of the shared elements are in the stored box's file.
     inner = np.ones_like(stored.size)  # elements from one place of a dimension to the next
-    inner[:, :-1] = stored.size[:, :0:-1].cumprod(axis=1)[:, ::-1]
+    for k in range(d - 1, 0, -1):
+        inner[:, k - 1] = inner[:, k] * stored.size[:, k]
     itemsize = SIZES[stored.dtype]
 
     def byte_of(point: Ints) -> Ints:
-        elements = ((point - stored.low[numbers]) * inner[numbers]).sum(axis=1)
+        within = point - stored.low[numbers]
+        elements = (within * inner[numbers]).sum(axis=1)
         at: Ints = stored.begins[numbers] + elements * itemsize
         return at
 
@@ -581,15 +599,19 @@ def candidates(stored: StoredTensor, low: Ints, size: Ints) -> tuple[Ints, Ints]
 
     # Stored boxes in the order in which they begin. A wanted box may meet those that begin before
     # it ends, and not so early that even the longest of them would end before it begins.
-    order = stored.low[:, 0].argsort(kind="stable")
-    sorted_low = stored.low[order, 0]
-    first = sorted_low.searchsorted(low[:, 0] - stored.size[:, 0].max(), "right")
-    counts = sorted_low.searchsorted(low[:, 0] + size[:, 0]) - first
+    stored_low = stored.low[:, 0]
+    order = stored_low.argsort(kind="stable")
+    sorted_low = stored_low[order]
+    begin = low[:, 0]
+    longest = stored.size[:, 0].max()
+    first = sorted_low.searchsorted(begin - longest, "right")
+    end = sorted_low.searchsorted(begin + size[:, 0])
+    counts = end - first
 
     # For wanted box i, the places first[i], first[i] + 1, ... in that order, counts[i] of them.
     rows = np.repeat(np.arange(count), counts)
     before = counts.cumsum() - counts  # pairs of the boxes before this one
-    places = np.arange(len(rows)) - np.repeat(before, counts) + np.repeat(first, counts)
+    places = np.arange(len(rows)) + np.repeat(first - before, counts)
     return rows, order[places]
 
 
@@ -606,10 +628,10 @@ def read_pieces(
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}
     for name, (shape, boxes, tensor) in want.items():
-        for copy in plan_copies(
-            folder, name, stored[name], flatten(name, shape, boxes, tensor), boxes
-        ):
+        flat = flatten(name, shape, boxes, tensor)
+        for copy in plan_copies(folder, name, stored[name], flat, boxes):
             by_file.setdefault(copy.stored.file, []).append(copy)
+    # Each file is opened once, and all ranks go through the files in one order.
     for file, copies in sorted(by_file.items()):
         yield from read_file(folder / file, manifest[file], copies, last)
 
@@ -621,6 +643,7 @@ def read_file(
     import torch
 
     copies = sorted(copies, key=lambda copy: copy.byte_range)
+    # A chunk is what one hash covers: it is read as a whole, whatever is wanted of it.
     chunks: set[int] = set()
     for copy in copies:
         begin, end = copy.byte_range
@@ -631,6 +654,7 @@ def read_file(
             for low, high in pieces(copy):
                 begin, end = copy.stored.byte_range(low, high)
                 data = torch.frombuffer(reader.read(begin, end), dtype=dtype)
+                # Both as views with the strides of their box, so that torch copies rows.
                 size = minus(high, low)
                 theirs = data.as_strided(size, strides(copy.stored.box.size), 0)
                 to = position(copy.wanted, low) + copy.target.storage_offset()
@@ -655,9 +679,11 @@ def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
         row = strides(copy.stored.box.size)[d] * SIZES[copy.stored.dtype]
         fitting = (border - begin) // row
         middle = low[d] + min(max(fitting, 1), lengths[d] - 1)
+        second_low = (*low[:d], middle, *low[d + 1 :])
+        first_high = (*high[:d], middle, *high[d + 1 :])
         # The first half is taken from the list first: bytes are read in their order.
-        waiting.append((low[:d] + (middle,) + low[d + 1 :], high))
-        waiting.append((low, high[:d] + (middle,) + high[d + 1 :]))
+        waiting.append((second_low, high))
+        waiting.append((low, first_high))
 
 
 def plan_copies(
@@ -669,6 +695,7 @@ def plan_copies(
 ) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
+    # Each wanted box, and the stored boxes that meet it.
     cut = list(split_boxes(boxes, target))
     parts: list[list[BoxCopy]] = [[] for _ in cut]
     rows, numbers, *_ = meetings(stored, boxes)
@@ -702,6 +729,7 @@ def read_index(
             raw = tensor["boxes"]
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
+            # A step of a large cluster has a hundred thousand boxes: they are checked as arrays.
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]
             infos[name] = TensorInfo(tuple(shape), TORCH[dtype])
             own = parse_boxes(len(shape), dtype, rows)
@@ -725,20 +753,34 @@ def read_index(
 
 def parse_boxes(dimensions: int, dtype: str, rows: Sequence[Any]) -> StoredTensor:
     """Return the boxes of (file, first byte, offset, size) of a tensor."""
-    files = [file for file, *_ in rows]
-    begins = parse_sizes([[begin] for _, begin, _, _ in rows], 1)[:, 0]
-    low = parse_sizes([offset for _, _, offset, _ in rows], dimensions)
-    size = parse_sizes([size for *_, size in rows], dimensions)
-    return StoredTensor(dtype, files, begins, low, size)
+    files: list[str] = []
+    begins = []
+    offsets = []
+    sizes = []
+    for file, begin, offset, size in rows:
+        files.append(file)
+        begins.append([begin])
+        offsets.append(offset)
+        sizes.append(size)
+    return StoredTensor(
+        dtype,
+        files,
+        parse_sizes(begins, 1)[:, 0],
+        parse_sizes(offsets, dimensions),
+        parse_sizes(sizes, dimensions),
+    )
 
 
 def parse_sizes(values: Sequence[Sequence[int]], length: int) -> Ints:
     """Return lists of so many sizes or offsets as an array."""
-    count = len(values)
-    array = np.array(values) if count * length else np.empty((count, length), np.int64)
+    # With the form given, since numpy takes an array of nothing for one of floats.
+    form = len(values), length
+    array = np.array(values) if math.prod(form) else np.empty(form, np.int64)
     # Lists of other things, or of unequal lengths, become arrays of another type or shape.
-    is_of_ints = array.dtype == np.int64 and array.shape == (count, length)
-    is_in_range = not array.size or 0 <= array.min() <= array.max() < 1 << 60
+    is_of_ints = array.dtype == np.int64 and array.shape == form
+    is_in_range = True
+    if array.size:
+        is_in_range = 0 <= array.min() <= array.max() < 1 << 60
     if length > 16 or not is_of_ints or not is_in_range:
         raise ValueError(f"{str(values)[:100]} is not a shape")
     return array

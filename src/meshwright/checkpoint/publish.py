@@ -143,6 +143,7 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
     foreign = team.run_on_rank_0(lambda: is_foreign(target) if target.exists() else None)
     if foreign is None:
         return
+    # A damaged step may be written again; one that verifies is somebody's work.
     if not foreign:
         try:
             manifests.verify_together(target, team)
@@ -170,6 +171,7 @@ def find_users(root: Path, team: Team) -> Users:
             os.symlink(str(team.rank), mark)
         return int(os.readlink(mark))
 
+    # Each rank has read who made the mark that it sees: in one folder, all read the same rank.
     claimed = team.gather(team.run_on_all(explain_failures(root, 0)(claim)))
     users = tuple(map(claimed.index, claimed))
     if is_first_user(users, team):
@@ -216,6 +218,7 @@ def write_file(path: Path, produce: Produce) -> manifests.File:
 
         def write(data: bytes | bytearray | memoryview) -> None:
             nonlocal size
+            # Cut at the ends of chunks, which have a hash each.
             view = memoryview(data).cast("B")
             while len(view):
                 part = view[: manifests.CHUNK - size % manifests.CHUNK]
@@ -236,6 +239,7 @@ def write_file(path: Path, produce: Produce) -> manifests.File:
 
 
 def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
+    # A write may take only a part of what it is given.
     end = begin
     for part in parts:
         while len(part):

@@ -68,6 +68,7 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
         raise bad_data(
             f"{source.folder} holds a {network}, which only the program that made it builds"
         )
+    # What the checkpoint says comes first; flags stand in where it is silent.
     recorded = recorded_settings(source)
     flags_only = {
         name: given[name] for name in ARCHITECTURE if name in given and name not in recorded

@@ -161,18 +161,21 @@ class MappedSource(Source):
 
     def fill(self, want: TensorBoxes) -> None:
         for name, (_, boxes, tensor) in want.items():
-            for box, flat in split_boxes(boxes, tensor.detach().view(-1)):
+            whole = tensor.detach().view(-1)
+            for box, flat in split_boxes(boxes, whole):
                 self._fill_box(name, box, flat.view(box.size))
 
     def _fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
         from meshwright.kernels import moments
 
         for offset, stored in self.views[name]:
-            low, high = intersection(box, Box(offset, tuple(stored.shape)))
+            view = Box(offset, tuple(stored.shape))
+            low, high = intersection(box, view)
             if not_empty(low, high):
-                theirs = stored[slices(minus(low, offset), minus(high, offset))]
-                ours = target[slices(minus(low, box.offset), minus(high, box.offset))]
-                moments.assign(ours, aligned(theirs))
+                # The same elements, by their places in the view and in the wanted box.
+                in_view = slices(minus(low, offset), minus(high, offset))
+                in_box = slices(minus(low, box.offset), minus(high, box.offset))
+                moments.assign(target[in_box], aligned(stored[in_view]))
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(self.folder.name, Box(v.offset, tuple(v.tensor.shape))) for v in self.views[name]]

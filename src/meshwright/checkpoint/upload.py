@@ -99,7 +99,9 @@ class Uploader:
     def end(self) -> None:
         """Wait, and raise the failure of what was sent."""
         self.wait()
-        flying, self.flying = self.flying, None
+        # Taken out first: a failure is reported once.
+        flying = self.flying
+        self.flying = None
         if flying is not None:
             flying.result()
 
@@ -246,6 +248,8 @@ class Uploader:
             store, key = locate(folder)
             names = dict.fromkeys([MANIFEST, *store.entries(key)])
             store.delete([f"{key}/{name}" for name in names])
-            begin = f"{folder.name}/"
-            sent = {name: value for name, value in sent.items() if not name.startswith(begin)}
+            # What was sent of this step is not there any more.
+            for name in list(sent):
+                if name.startswith(f"{folder.name}/"):
+                    del sent[name]
         write_note(self.root / SENT, sent)

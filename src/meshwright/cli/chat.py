@@ -70,6 +70,7 @@ def prepare_chat(parsed: flags.Parsed[ChatConfig], is_rank_0: bool) -> ReadingTa
 
     c = parsed.config
 
+    # A dry run finds a mistake in the template, too.
     def check(model: CheckedModel) -> None:
         choose_template(c.chat.chat_template, model.tokenizer, model.saved.tokenizer_folder)
 
@@ -78,6 +79,7 @@ def prepare_chat(parsed: flags.Parsed[ChatConfig], is_rank_0: bool) -> ReadingTa
         from meshwright.generation.dialogue import Dialogue
 
         template = choose_template(c.chat.chat_template, m.tokenizer, m.tokenizer_folder)
+        # Pasted text may hold bytes that are no character.
         accept_any_text()
         dialogue = Dialogue(m.tokenizer, template, m.seq_length, c.chat.system or "")
         Chat(m, dialogue, c.sampling, tuple(map(unescape, c.chat.stop)), c.training.seed).run(

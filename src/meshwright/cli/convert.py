@@ -89,10 +89,13 @@ def main(argv: list[str]) -> int:
 
     ranks = (c.target_tensor_parallel_size, c.target_pipeline_parallel_size)
     target = ConversionTarget(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
+    # What the flags say of the network, for a source that does not say it.
     known = fields.config_fields(GenerateConfig)
     given = {name: value for name, value in flags.given_settings(parsed).items() if name in known}
+    # This opens the source and checks that all fits; nothing is written before `run`.
     job = prepare_conversion(c.paths[0], target, given)
-    source, folder = job.source, target.folder
+    source = job.source
+    folder = target.folder
     if parsed.dry_run:
         print(
             f"{source.folder} ({source.kind}) would become {folder} ({target.to}); nothing was written"
@@ -104,6 +107,7 @@ def main(argv: list[str]) -> int:
         f"{done.seconds:.1f} s, {done.bytes / max(done.seconds, 1e-9) / 1e6:,.1f} MB/s"
     )
     if target.to == "huggingface":
+        # What a user most likely does with the folder next.
         load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
         notice(f"next: {load} with transformers, or meshwright chat {shlex.quote(str(folder))}")
     return DONE

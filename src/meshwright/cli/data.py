@@ -100,7 +100,8 @@ class InspectConfig(TrainConfig):
     inspection: Inspection = Inspection()
 
     def problems(self) -> list[Problem]:
-        i, out = self.inspection, []
+        i = self.inspection
+        out = []
         if not i.prefix and i.sample is None:
             text = "a prefix of .bin/.idx is needed: meshwright data inspect PREFIX"
             out.append(Problem(("prefix",), text, "missing"))
@@ -112,16 +113,16 @@ class InspectConfig(TrainConfig):
                 f"{stated(i, 'sample_set')} needs {{sample}}; say which sample of the set to show"
             )
             out.append(Problem(("sample_set",), text))
+        # A document or a sample is shown alone; counts and pictures are of all documents.
         others = [other for other in ("top", "picture") if getattr(i, other) is not None]
         for name in ("document", "sample"):
             if others and getattr(i, name) is not None:
                 text = f"{{{name}}} shows nothing else, but {named(others)} covers all documents; leave one out"
                 out.append(Problem((name, *others), text))
-        return (
-            out
-            if i.sample is None
-            else out + checks.forecast_problems(self, needs_data=not i.prefix)
-        )
+        # A sample is one of a training, whose flags must be right for it.
+        if i.sample is not None:
+            out += checks.forecast_problems(self, needs_data=not i.prefix)
+        return out
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class MergeConfig:
     def problems(self) -> list[Problem]:
         m = self.merging
         out = [] if m.output_prefix else [missing("output_prefix", "where to write")]
+        # One of the two says what is merged.
         if bool(m.datasets) == bool(m.input):
             text = "give either prefixes of .bin/.idx (meshwright data merge A B ...) or {input=FOLDER}"
             out.append(Problem(("datasets", "input"), text))
@@ -185,6 +187,7 @@ class Verb:
 def verbs() -> dict[str, Verb]:
     """Return the verbs of this installation; other packages' come last."""
     found = registry.load("data_commands")
+    # In the order of the work, from checking to merging.
     ours = [name for name in IN_ORDER if name in found]
     theirs = [name for name in found if name not in IN_ORDER]
     return {name: found[name] for name in (*ours, *theirs)}
@@ -192,18 +195,20 @@ def verbs() -> dict[str, Verb]:
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["help"] and argv[1:]:  # help VERB [TOPIC]
-        argv = [argv[1], "--help", *argv[2:]]
-    name = argv[0] if argv else ""
+        _, verb_name, *topic = argv
+        argv = [verb_name, "--help", *topic]
+    name, *words = argv or [""]
     if name in ("", "help", *WORDS):
         print(usage())
         return DONE if name else USAGE
+    # Verbs of apps and of other packages are found like commands.
     verb: Verb | None = registry.find("data_commands", name)
     if verb is None:
         hint = did_you_mean(name, registry.entries("data_commands"))
         print(f"meshwright data: no verb {name!r}{hint}\n{usage()}", file=sys.stderr)
         return USAGE
     about = f"{verb.about[0].upper()}{verb.about[1:]}."
-    parsed = command.settings(verb.config, argv[1:], f"data {name}", about, verb.positional)
+    parsed = command.settings(verb.config, words, f"data {name}", about, verb.positional)
     if parsed is not None:
         verb.work(parsed.config, parsed.dry_run)
     return DONE
@@ -219,11 +224,10 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
     out = list[str]()
     for word in words:
         prefix = prefix_of(word)
-        lost = next(
-            (end for end in (".idx", ".bin") if must_exist and not Path(prefix + end).exists()), ""
-        )
-        if lost:
-            raise bad_data(f"{prefix}{lost} does not exist{near_prefix(prefix)}")
+        for ending in (".idx", ".bin"):
+            if must_exist and not Path(prefix + ending).exists():
+                raise bad_data(f"{prefix}{ending} does not exist{near_prefix(prefix)}")
+        # Of an object the run's own copy holds only what was read of it so far.
         if address_of(prefix) is not None:
             what = f"what is here of {prefix} are the blocks that a run has read, with holes between them"
             raise UserError(f"{what}; copy both objects to another folder, and give that one's")
@@ -236,13 +240,14 @@ def check_files(config: VerifyConfig, dry: bool) -> None:
     from meshwright.data import tokenizers
     from meshwright.data.files.verify import verify_pairs
 
-    v, t = config.verification, config.tokenizer
+    v = config.verification
+    t = config.tokenizer
     prefixes = strip_endings(v.prefixes, must_exist=False)
     checksums = Path(v.checksums) if v.checksums else None
     if dry:
-        also = (
-            f" and {'compare' if checksums.exists() else 'write'} {checksums}" if checksums else ""
-        )
+        also = ""
+        if checksums:
+            also = f" and {'compare' if checksums.exists() else 'write'} {checksums}"
         print(f"would check {', '.join(prefixes)}{also}")
         return
     if tokenizers.is_named(t) or t.tokenizer_type != TokenizerFlags().tokenizer_type:
@@ -254,6 +259,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     from meshwright.data import tokenizers
 
     i = config.inspection
+    # A sample belongs to a training, whose data a prefix stands for.
     prefix = strip_endings([i.prefix])[0] if i.prefix else None
     read = with_prefix(config, prefix) if i.sample is not None else config
     folder = tokenizers.find_of_data([prefix] if prefix else data_paths.prefixes(read.data))
@@ -264,6 +270,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     from meshwright.data import statistics
     from meshwright.data.files.indexed import Indexed
 
+    # A sample, or a document, or all of the file.
     if i.sample is not None:
         from meshwright.data.ahead import show_sample
 
@@ -273,22 +280,20 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     indexed = Indexed(prefix)
     if i.document is not None:
         facts = statistics.describe_document(indexed, i.document, tokenizer)
+        # The text alone is what a reader wants; with --json it is one of the facts.
         text = facts.pop("text") if "text" in facts and not i.json else None
         print(json.dumps(facts, ensure_ascii=False) if text is None else text)
         return
     facts = statistics.summary(indexed, TOP if i.top is None else i.top, tokenizer)
-    facts |= (
-        {"tokenizer": tokenizers.describe_folder(folder), "tokenizer_folder": str(folder)}
-        if folder
-        else {}
-    )
+    if folder:
+        facts["tokenizer"] = tokenizers.describe_folder(folder)
+        facts["tokenizer_folder"] = str(folder)
     if i.picture:
         statistics.draw_histogram(facts, Path(i.picture))
-    print(
-        json.dumps(facts, ensure_ascii=False)
-        if i.json
-        else "\n".join(statistics.format_summary(facts))
-    )
+    if i.json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        print("\n".join(statistics.format_summary(facts)))
 
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
@@ -312,7 +317,10 @@ def merge_command(config: MergeConfig, dry: bool) -> None:
     from meshwright.base.progress import Clock
     from meshwright.data.files import merge as work
 
-    m, clock, world = config.merging, Clock(), find_world(os.environ)
+    m = config.merging
+    clock = Clock()
+    world = find_world(os.environ)
+    # Started on several ranks by mistake, one merges and the others end.
     assert m.output_prefix
     if world.rank:
         return

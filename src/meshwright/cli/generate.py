@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> ReadingTask:
-    c, t = parsed.config, parsed.config.texts
+    c = parsed.config
+    t = c.texts
     prompts = gather_prompts(c) if is_rank_0 else []
+    # Reading and writing one file would leave neither.
     output = t.sample_output_file or f"{t.sample_input_file}.out"
     for flag, path, source in (
         ("--sample-output-file", output, t.sample_input_file),
@@ -44,10 +46,12 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> R
             console.notice(f"note: {short}; a text ends there, before --max-new-tokens {most}")
         write_output(c, m, prompts, output)
 
+    # Megatron's scripts print their log beside the texts.
     is_megatrons = (
         t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
     )
-    batch, most = c.training.micro_batch_size or 8, c.sampling.out_seq_length
+    batch = c.training.micro_batch_size or 8
+    most = c.sampling.out_seq_length
     less = (
         f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {most}), or --bf16,"
     )
@@ -58,6 +62,7 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> R
 def gather_prompts(c: GenerateConfig) -> list[Prompt]:
     """Return the prompts of the flags and of the files that they name."""
     t = c.texts
+    # What the flags say holds for each prompt that does not say otherwise.
     usual = Prompt("", c.sampling, tuple(map(unescape, t.stop)), t.num_return_sequences, t.logprobs)
     if t.prompt is not None:
         return [dataclasses.replace(usual, text=replace_surrogates(t.prompt))]

@@ -62,12 +62,14 @@ def main(argv: list[str]) -> int:
     from meshwright.checkpoint.loading import OpenOptions
 
     options = OpenOptions("full" if c.full else "read", c.trust_pickle, c.num_attention_heads)
+    # Two checkpoints are compared by their tensors, wherever each lies.
     if c.other is not None:
         print(shown("\n".join(compare_checkpoints(c.dir, c.other, options) or ["no differences"])))
         return DONE
     mirror.fetch(c.dir)
     lines, undamaged = describe_folder(c.dir, c.step, Detail(c.full, c.tensors, c.boxes), options)
     print(fit(shown("\n".join(lines))))
+    # The newest whole step decides whether a run can be continued at all.
     if not undamaged:
         root, _ = steps.split_path(c.dir)
         steps.latest(root)  # raises if all are damaged

@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"nothing to start; name {', '.join(LAUNCHED)} with its flags, or a Python script"
         )
+    # Help is printed by the command itself, once, and starts nothing.
     if words[0] in LAUNCHED and help.requested_topic(words) is not None:
         return int(registry.find("commands", words[0])(words[1:]))
     if config.write is not None and config.engine != "torch":
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
         from meshwright.runtime.launch import engines
         from meshwright.training.before.resolve import complete_settings
 
+        # A file for a cluster may be started days later, by someone else.
         require_room(config, words)
         return engines.write_engine_file(config, parsed.sources, words, complete_settings)
     if config.write_to or config.image or config.overwrite:
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> int:
     if config.engine == "ray":
         return run_on_ray(config, words)
     plan = make_plan(config)
+    # Before any rank starts: without room for torch each would fail in odd ways.
     require_address_space()
     if plan.least_ranks:
         return run_elastic(plan, program, words)
@@ -72,9 +75,8 @@ def require_room(config: LaunchConfig, words: list[str]) -> None:
         return
     if (forecast := find_forecast()) is None:
         return
-    training = parse_train(
-        [*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings
-    )
+    ranks = int(config.nproc_per_node) * (config.nnodes or 1)
+    training = parse_train([*words, "--dry-run"], ranks, complete_settings)
     if reason := forecast.why_too_large(training, None if config.gpu == "auto" else config.gpu):
         raise SettingsError(f"{reason}; {{gpu}} any writes it all the same")
 
@@ -85,16 +87,15 @@ def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:
     from meshwright.runtime.launch.elastic import find_shapes
     from meshwright.training.before.resolve import complete_settings
 
-    shapes = (
-        find_shapes(words, plan.least_ranks, plan.most_ranks, complete_settings)
-        if plan.node == 0
-        else []
-    )
-    return members.launch_elastic(dataclasses.replace(plan, shapes=tuple(shapes)), program)
+    if plan.node == 0:
+        shapes = find_shapes(words, plan.least_ranks, plan.most_ranks, complete_settings)
+        plan = dataclasses.replace(plan, shapes=tuple(shapes))
+    return members.launch_elastic(plan, program)
 
 
 def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
     """Launch on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new local one."""
+    # Flags that say where machines are, which Ray knows by itself.
     for name in ("node_rank", "master_addr", "master_port", "node_ips"):
         if getattr(config, name) is not None:
             raise SettingsError(
@@ -105,7 +106,8 @@ def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
         raise SettingsError(
             "{engine=ray} needs {max_ranks}, or {nproc_per_node} and {nnodes} as numbers"
         )
-    least, most = find_bounds(config, config.max_ranks or int(count) * (config.nnodes or 1))
+    ranks = config.max_ranks or int(count) * (config.nnodes or 1)
+    least, most = find_bounds(config, ranks)
     try:
         from meshwright.runtime.launch import on_ray
     except ImportError as error:
@@ -127,16 +129,19 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     in the flags, which are the same on all ranks.
     """
     world = find_world(os.environ, number_of(argv, "local[-_]rank"))
+    # One answer for a question, whatever number of ranks was started.
     if world.rank and (
         help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)
     ):
         return DONE
     try:
+        # The launcher's number of ranks is a default, which a flag may only repeat.
         words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
         if world.size > 1:  # before the batch size is divided by it
             require_world_size(world, number_of(argv, "world-size"))
         return command_line(words, world)
     except UserError as error:
+        # The machine's first rank reports this; a launcher stops it as soon as another one ends.
         if world.local_rank and not error.everywhere:
             time.sleep(REPORT_SECONDS)
         raise

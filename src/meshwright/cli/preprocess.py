@@ -22,9 +22,11 @@ def main(argv: list[str]) -> int:
     if parsed.dry_run:
         show_inputs(parsed.config)
         return DONE
+    # Imported late, for a quick --help.
     from meshwright.data.text.preprocess import preprocess
 
-    shard, ranks = parsed.config.preprocess.shard, find_world(os.environ).size
+    shard = parsed.config.preprocess.shard
+    ranks = find_world(os.environ).size
     if ranks > 1 and shard is None:  # they would write the same files
         raise SettingsError(
             f"started as {ranks} processes, but one does the work, on all cores; start one, "
@@ -44,8 +46,10 @@ def show_inputs(config: PreprocessConfig) -> None:
 
     preparation = None
     if config.tokenizer != TokenizerFlags():
+        # Only a plan: what it would say of itself is said below.
         with open(os.devnull, "w") as nowhere:
             preparation = PreprocessPlan(config, nowhere, nowhere)
+    # The plan has found the inputs already.
     inputs = preparation.inputs if preparation else find_inputs(config.preprocess)
     note_passed(inputs, config.preprocess)
     ids = f" with {preparation.tokenizer.size} ids" if preparation else ""
@@ -54,6 +58,7 @@ def show_inputs(config: PreprocessConfig) -> None:
         print(f"  {line}")
     for line in inputs.left_out(config.preprocess.on_error, config.preprocess.encoding):
         print(line)
+    # Without a tokenizer the text can be looked at, but not written.
     if preparation is None:
         print("a tokenizer is needed to write tokens: --tokenizer")
     elif config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):

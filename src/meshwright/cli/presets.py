@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
     else:
         about_one = describe_preset(c.name)
         size = f"{_rounded(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
+        # To standard error: what goes into a script is the flags alone.
         print(f"# {c.name}: {size}\n# {about_one['source']}", file=sys.stderr)
         # Into a script or a command line goes one line.
         separator = " \\\n    " if sys.stdout.isatty() else " "
@@ -76,9 +77,11 @@ def describe_preset(name: str) -> dict[str, Any]:
     from meshwright.training.sizes import logits_bytes, state_bytes
 
     settings = PRESETS[name]
+    # The same precision, batch and optimizer for all, so that their memory can be compared.
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
     config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
-    vocabulary, positions = family_of(name).vocabulary, settings.get("max_position_embeddings", 0)
+    vocabulary = family_of(name).vocabulary
+    positions = settings.get("max_position_embeddings", 0)
     padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
     return {
         "name": name,
@@ -99,6 +102,7 @@ def list_presets() -> list[str]:
         for name, settings in family.presets.items():
             about = describe_preset(name)
             heads = str(settings["num_attention_heads"])
+            # Heads of queries, and of keys and values where there are fewer.
             if groups := settings.get("num_query_groups"):
                 heads += f"/{groups}"
             cells = (
@@ -121,7 +125,7 @@ def list_presets() -> list[str]:
 def _line(cells: Sequence[str]) -> str:
     first, *numbers = cells
     widths = (10, 8, 7, 8, 9, 13)
-    right = (cell.rjust(width) for cell, width in zip(numbers, widths, strict=True))
+    right = map(str.rjust, numbers, widths)
     return f"{first:<24}{''.join(right)}"
 
 
@@ -131,10 +135,13 @@ def preset_as_flags(name: str) -> list[str]:
 
 
 def preset_as_toml(name: str) -> str:
-    about, settings = describe_preset(name), PRESETS[name]
+    # Only what the preset says, so that the file changes nothing else.
+    settings = PRESETS[name]
     config, _ = flags.build_config(TrainConfig, [(name, settings)])
     stated = [setting for setting, value in settings.items() if value is not None]
     toml = flags.to_toml(config, only=stated).rstrip()
+
+    about = describe_preset(name)
     size = f"{about['parameters']:,} parameters with {about['vocabulary']:,} ids"
     return f"# {name}: {size}\n# {about['source']}\n\n{toml}"
 

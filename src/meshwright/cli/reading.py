@@ -76,20 +76,22 @@ class ReadingCommand(Generic[C]):
         if parsed is None:
             return DONE
         c = parsed.config
+        # A model needs so many ranks; those that were started beyond have nothing to do.
         if not self.copies and is_idle(world, c.parallel.model_ranks, self.noun):
             return DONE
-        if (
-            not parsed.dry_run
-            and (status := launch.relaunch(c.parallel, world, [self.name, *argv])) is not None
-        ):
-            return status
+        if not parsed.dry_run:
+            status = launch.relaunch(c.parallel, world, [self.name, *argv])
+            if status is not None:
+                return status
         task = self.prepare(parsed, is_rank_0)
 
         # torch is imported only now, so that a mistake in the flags is reported at once.
         from meshwright.generation import language_model, ranks
 
         console.set_stream(task.stream)
-        given, folders = flags.given_settings(parsed), task.folders or [c.checkpoint.load or ""]
+        given = flags.given_settings(parsed)
+        folders = task.folders or [c.checkpoint.load or ""]
+        # What can go wrong without weights: the flags, the tokenizer, the template.
         if parsed.dry_run:
             for folder in folders:
                 model = language_model.open_checked(folder, given, c.tokenizer)
@@ -101,6 +103,7 @@ class ReadingCommand(Generic[C]):
             return DONE
         if c.precision.deterministic_mode:
             devices.use_deterministic_algorithms()
+        # The context closes last: a socket, or the table of all results.
         with task.context, command.explain_out_of_memory(task.less):
             return ranks.run_on_ranks(
                 c, world, given, task.work, copies=self.copies, stops=task.stops, folders=folders

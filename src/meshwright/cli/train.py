@@ -15,7 +15,8 @@ def main(argv: list[str]) -> int:
 
 
 def command_line(argv: list[str], words: list[str], world: World) -> int:
-    dry, prints = "--dry-run" in argv, "--print-config" in argv
+    dry = "--dry-run" in argv
+    prints = "--print-config" in argv
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
         parsed = flags.parse_settings(
@@ -32,24 +33,29 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
             raise error from None
         print(flags.to_toml(parsed.config, parsed.sources))
         raise
-    config, start = parsed.config, None
+    config = parsed.config
+    start = None
     if config.checkpoint.load:
         from meshwright.training.before.resolve import complete_from_start
 
         config, start = complete_from_start(parsed)
+    # Settings in their final form, which the checkpoint has completed.
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
     if config.checkpoint.load and not dry:  # complete only now
         require(checks.problems(config), parsed.words)
+    # From here on torch is imported, which takes seconds.
     from meshwright.training import run
     from meshwright.training.before import preflight
     from meshwright.training.before.resolve import Caller, note_export, require_start_folder
 
     require_start_folder(parsed)
+    # OneFlow's flags ask for ranks without a launcher; then this process starts them.
     launched = None if dry else launch.relaunch(config.parallel, world, ["train", *argv])
     if launched is not None:
         return launched
+    # Once on each machine, as errors in the flags are.
     if world.local_rank == 0:
         note_export(parsed, config)
         flags.print_notices(parsed)

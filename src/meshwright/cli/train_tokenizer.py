@@ -24,7 +24,8 @@ from meshwright.config.text_inputs import TextInputs
 if TYPE_CHECKING:
     from meshwright.data.text.inputs import Inputs
 
-FILES, RECORD = ("vocab.json", "merges.txt"), "vocab.origin.json"
+FILES = ("vocab.json", "merges.txt")
+RECORD = "vocab.origin.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,13 @@ def main(argv: list[str]) -> int:
 
     inputs = find_inputs(given)
     texts = _read_progress(given, inputs)
+    # Before anything is written: is there any text?
     first = next((text for text in texts if text), None)
     if first is None:
         reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
+    # What the vocabulary is made from, to know it again: the same is not learnt twice.
     made_from = {
         "command": "train-tokenizer",
         "inputs": inputs.identity(),
@@ -69,9 +72,11 @@ def main(argv: list[str]) -> int:
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
         make_folder(given.output, "--output")
+        # Learnt in a folder beside its place, and moved there when both files are whole.
         with tempfile.TemporaryDirectory(dir=given.output) as made:
             train_bpe(itertools.chain([first], texts), given.vocab_size, Path(made))
             sizes = {name: os.path.getsize(Path(made) / name) for name in FILES}
+            # The record first: files that it does not describe are made again.
             origin.write_origin(given.output / RECORD, made_from, sizes)
             for name, target in zip(FILES, vocabulary, strict=True):
                 os.replace(Path(made) / name, target)
@@ -90,7 +95,9 @@ def main(argv: list[str]) -> int:
 
 def recorded_settings(given: TrainTokenizerConfig) -> dict[str, Any]:
     """Return the settings that decide what is learned; records name most of them only if given."""
-    defaults, always = asdict(TextInputs()), ("vocab_size", "json_keys", "document_separator")
+    defaults = asdict(TextInputs())
+    always = ("vocab_size", "json_keys", "document_separator")
+    # A new option that nobody sets leaves earlier records as they are.
     chosen = [
         name for name in defaults if name != "input" and getattr(given, name) != defaults[name]
     ]

@@ -19,6 +19,7 @@ def data_problems(d: Data, needed: bool) -> list[Problem]:
         out.append(
             Problem(("last_epoch_cutoff",), f"{stated(d, 'last_epoch_cutoff')} is not in [0, 1]")
         )
+    # What the paths say is read here only to be checked; files are not opened.
     try:
         trains = any(one.split == "train" for one in data_paths.path_sets(d))
         if needed and not trains and not d.mock_data:
@@ -56,11 +57,13 @@ def stage_problems(d: Data) -> list[Problem]:
         "mock_data": ("{mock_data=True}", d.mock_data),
         "dataloader_type": ("{dataloader_type=cyclic}", d.dataloader_type == "cyclic"),
     }
+    # Stages need files, samples in one order, and no other change of the blend.
     out = []
     for name, (other, is_given) in others.items():
         if is_given:
             text = f"{{blend_stages}} with {other}; leave one of them out"
             out.append(Problem(("blend_stages", name), text))
+    # One mistake in the order makes all later stages look wrong: the first is enough.
     before: BlendStage | None = None
     for stage in d.blend_stages:
         if not stage.follows(before):

@@ -13,7 +13,9 @@ from meshwright.config.schema import Model, Parallel, TrainConfig
 
 
 def parallel_problems(c: TrainConfig) -> list[Problem]:
-    p, m = c.parallel, c.model
+    p = c.parallel
+    m = c.model
+    # Opened only to see that it can be read.
     out = naming_problems(p)
     if p.deepspeed_config and not find_address(p.deepspeed_config):
         try:
@@ -43,13 +45,17 @@ def parallel_problems(c: TrainConfig) -> list[Problem]:
 
 def division_problems(c: TrainConfig) -> list[Problem]:
     """Check that tensor and context ranks divide the sizes of which each holds a part."""
-    p, m = c.parallel, c.model
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    by_tp, by_cp = stated(p, "tensor_model_parallel_size"), stated(p, "context_parallel_size")
+    p = c.parallel
+    m = c.model
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
+    by_tp = stated(p, "tensor_model_parallel_size")
+    by_cp = stated(p, "context_parallel_size")
     by_both = by_cp if cp > 1 else by_tp
     if tp > 1 and cp > 1:
         by_both = f"{by_tp} x {by_cp}"
-    heads, seq = m.num_attention_heads or 0, c.data.seq_length or 0
+    heads = m.num_attention_heads or 0
+    seq = c.data.seq_length or 0
     # Context ranks exchange heads for parts of the sequence, so that both kinds divide the heads. A
     # size of 0 passes: it is not given, or its parts are reported already.
     divided = [
@@ -101,10 +107,12 @@ def ranks_problems(p: Parallel, world: int) -> list[Problem]:
 
 def pipeline_problems(c: TrainConfig) -> list[Problem]:
     """Check that the stages of a pipeline have layers, and what their schedule asks for."""
-    p, layers = c.parallel, c.model.num_layers
+    p = c.parallel
+    layers = c.model.num_layers
     pp = p.pipeline_model_parallel_size
     if not layers:
         return []
+    # A stage without layers would have nothing to compute.
     if pp > layers:
         text = (
             f"{stated(p, 'pipeline_model_parallel_size')} is above {stated(c.model, 'num_layers')}"
@@ -126,8 +134,10 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
 
 def _virtual_problem(c: TrainConfig) -> Problem | None:
     """Check a pipeline whose ranks hold several stages each."""
-    p, layers = c.parallel, c.model.num_layers or 0
-    pp, virtual = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
+    p = c.parallel
+    layers = c.model.num_layers or 0
+    pp = p.pipeline_model_parallel_size
+    virtual = p.num_layers_per_virtual_pipeline_stage
     if not virtual:
         return None
     name = "num_layers_per_virtual_pipeline_stage"
@@ -147,7 +157,9 @@ def _virtual_problem(c: TrainConfig) -> Problem | None:
 
 def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
     """Check that each batch makes as many micro-batches as its schedule needs."""
-    p, t, out = c.parallel, c.training, []
+    p = c.parallel
+    t = c.training
+    out = []
     pp = p.pipeline_model_parallel_size
     # The batches are checked elsewhere, and only valid ones can be counted.
     # Interleaved 1F1B takes micro-batches in rounds of as many as there are stages.
@@ -167,8 +179,10 @@ def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
 
 
 def zero_problems(c: TrainConfig) -> list[Problem]:
-    p, out = c.parallel, []
-    copies, name = p.num_distributed_optimizer_instances, "num_distributed_optimizer_instances"
+    p = c.parallel
+    out = []
+    copies = p.num_distributed_optimizer_instances
+    name = "num_distributed_optimizer_instances"
     if p.zero_stage not in (0, 1, 2, 3):
         return [Problem(("zero_stage",), f"{stated(p, 'zero_stage')} is none of 0, 1, 2, 3")]
     if copies > 1 and not p.zero_stage:
@@ -179,6 +193,7 @@ def zero_problems(c: TrainConfig) -> list[Problem]:
         out.append(
             Problem((name,), f"{stated(p, name)} does not divide the {c.dp} data-parallel ranks")
         )
+    # DeepSpeed's flag: parameters on the host, which only stage 3 divides among the ranks.
     if p.remote_device == "cpu" and p.zero_stage != 3:
         other = "{cpu_optimizer=True} works with every stage"
         text = f"{{remote_device=cpu}} needs {{zero_stage=3}}, not {p.zero_stage}; {other}"
@@ -187,10 +202,12 @@ def zero_problems(c: TrainConfig) -> list[Problem]:
 
 
 def fp8_problems(c: TrainConfig) -> list[Problem]:
-    p, m = c.parallel, c.model
+    p = c.parallel
+    m = c.model
     if not c.precision.fp8_format:
         return []
-    fp8, out = stated(c.precision, "fp8_format"), []
+    fp8 = stated(c.precision, "fp8_format")
+    out = []
     if p.zero_stage == 3 and c.dp * p.context_parallel_size > 1:
         text = f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give {{zero_stage=2}} or less"
         out.append(Problem(("fp8_format", "zero_stage"), text))
@@ -198,6 +215,7 @@ def fp8_problems(c: TrainConfig) -> list[Problem]:
         for width in _uneven_widths(m, p.tensor_model_parallel_size):
             text = f"{fp8}: {width} is not a multiple of 16, as fp8 products need"
             out.append(Problem(("fp8_format",), text))
+    # With all layers in bfloat16, nothing is left to multiply in fp8.
     layers = m.num_layers
     if layers and not any(c.precision.multiplies_fp8(i, layers) for i in range(layers)):
         text = (

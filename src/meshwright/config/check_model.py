@@ -38,7 +38,9 @@ def architecture_problems(m: Model, d: Data) -> list[Problem]:
 def heads_problems(m: Model) -> list[Problem]:
     """Check the widths of the heads and the activation."""
     out = []
-    width, heads, groups = m.hidden_size, m.num_attention_heads, m.num_query_groups
+    width = m.hidden_size
+    heads = m.num_attention_heads
+    groups = m.num_query_groups
     if width and heads and heads > 0 and not m.kv_channels and width % heads:
         product = (
             f"{stated(m, 'hidden_size')} is not a multiple of {stated(m, 'num_attention_heads')}"
@@ -87,6 +89,7 @@ def rope_problems(m: Model) -> list[Problem]:
 
 def has_megatrons_scaling(m: Model) -> bool:
     """Return whether Megatron's arguments can express the scaling of rotary frequencies."""
+    # Megatron has a whole factor of positions, and Llama 3's constants in its code.
     constants = m.rope_low_freq_factor, m.rope_high_freq_factor, m.original_positions
     expressed = {
         "none": True,
@@ -117,6 +120,7 @@ def option_words(m: Model, name: str) -> str:
 def kernel_problems(t: Training, m: Model) -> list[Problem]:
     """Check how the layers are computed."""
     out = []
+    # Selective recomputation is of attention alone, in every layer.
     if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute_granularity == "full":
         text = f"{stated(t, 'recompute_num_layers')} is above {stated(m, 'num_layers')}"
         out.append(Problem(("recompute_num_layers", "num_layers"), text))
@@ -144,11 +148,13 @@ def contradictions(
     asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE
 ) -> list[Problem]:
     """Describe each of these settings that differs from the checkpoint's."""
+    # Compared is what flags come to: `groups`, not the flag for it, which may be left out.
     defaults = Model()
     out: list[Problem] = []
     left_open: list[Problem] = []
     for name in names:
-        value, outcome = getattr(asked, name), OUTCOME.get(name, name)
+        value = getattr(asked, name)
+        outcome = OUTCOME.get(name, name)
         theirs = getattr(saved, outcome)
         if getattr(asked, outcome) == theirs:
             continue
@@ -163,4 +169,5 @@ def contradictions(
         ours = f"{{{name}}} {value}" if isinstance(value, bool) else with_value(name, value)
         problem = Problem((name,), f"{ours}, the checkpoint has {has}")
         (left_open if value is None else out).append(problem)
-    return out or left_open  # what was left open may only follow another flag
+    # What was left open may only follow another flag.
+    return out or left_open

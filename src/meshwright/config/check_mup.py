@@ -12,10 +12,13 @@ def given_bases(m: Model) -> list[str]:
 
 
 def mup_problems(c: TrainConfig) -> list[Problem]:
-    m, o, p = c.model, c.optimizer, c.precision
+    m = c.model
+    o = c.optimizer
+    p = c.precision
     given = given_bases(m)
     if not given:
         return []
+    # Messages name the first of the two that is given.
     base = given[0]
     out = []
     if o.optimizer == "sgd":
@@ -32,6 +35,7 @@ def mup_problems(c: TrainConfig) -> list[Problem]:
         out.append(
             Problem(("mup_base_num_layers", "apply_residual_connection_post_layernorm"), text)
         )
+    # What follows is about the width alone.
     if m.mup_base_hidden_size is None:
         return out
     if o.optimizer == "muon" and o.muon_split_qkv == "groups":

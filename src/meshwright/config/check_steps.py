@@ -56,6 +56,7 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
         return []  # reported already
     if t.micro_batch_size == "auto" and (problem := _measured_problem(c)):
         return [problem]
+    # The length of the run has one unit.
     out = _sizes_problems(c)
     if not c.lengths:
         others = ", ".join(f"{{{name}}}" for name in LENGTHS[1:])
@@ -70,7 +71,9 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
     elif t.rampup_batch_size:
         out += rampup_problems(c)
     if out or c.lengths[0] in ("train_iters", "train_epochs") or t.train_tokens == "auto":
-        return out  # nothing reliable can be counted, or the length is in steps or not known yet
+        # Nothing reliable can be counted, or the length is in steps or not known yet.
+        return out
+    # A length in samples or tokens may be less than one step.
     if c.steps == 0:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
@@ -82,8 +85,10 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
 
 def _measured_problem(c: TrainConfig) -> Problem | None:
     """Check that a micro-batch can be measured."""
-    t, p = c.training, c.parallel
+    t = c.training
+    p = c.parallel
     micro = "{micro_batch_size=auto}"
+    # What is measured decides the number of micro-batches.
     if t.num_accumulation_steps is not None:
         both = f"{micro} contradicts {stated(t, 'num_accumulation_steps')}; give {{global_batch_size}} instead"
         return Problem(("micro_batch_size", "num_accumulation_steps"), both)
@@ -103,27 +108,38 @@ def _measured_problem(c: TrainConfig) -> Problem | None:
 def _sizes_problems(c: TrainConfig) -> list[Problem]:
     """Check that micro-batches, accumulation steps and ranks make the global batch."""
     t = c.training
-    micro, batch, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
+    micro = t.micro_batch_size
+    batch = t.global_batch_size
+    number = t.num_accumulation_steps
     ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
     if micro is None and not (batch and number):
         return [missing("micro_batch_size", "samples of one forward pass (or auto)")]
-    if isinstance(micro, int) and batch and number and micro * number * c.dp != batch:
-        product = f"{stated(t, 'micro_batch_size')} x {stated(t, 'num_accumulation_steps')}{ranks}"
-        text = f"{product} is {micro * number * c.dp}, not the {stated(t, 'global_batch_size')}"
-        three = ("micro_batch_size", "num_accumulation_steps", "global_batch_size")
-        return [Problem(three, f"{text}; leave one of the three out")]
+    # All three are given: their product must be right.
+    of_batch = stated(t, "global_batch_size")
+    if isinstance(micro, int) and batch and number:
+        product = micro * number * c.dp
+        if product != batch:
+            factors = f"{stated(t, 'micro_batch_size')} x {stated(t, 'num_accumulation_steps')}"
+            text = f"{factors}{ranks} is {product}, not the {of_batch}; leave one of the three out"
+            three = ("micro_batch_size", "num_accumulation_steps", "global_batch_size")
+            return [Problem(three, text)]
 
     # Without a micro-batch, the number of them is what has to divide the batch.
-    factor = "num_accumulation_steps" if micro is None else "micro_batch_size"
-    unit = (number or 1 if micro is None else c.micro_batch) * c.dp
+    factor = "micro_batch_size"
+    unit = c.micro_batch * c.dp
+    if micro is None:
+        factor = "num_accumulation_steps"
+        unit = (number or 1) * c.dp
     if not batch or batch % unit == 0:
         return []
-    product = f"{stated(t, factor)}{ranks} = {unit}" if ranks else stated(t, factor)
-    text = f"{stated(t, 'global_batch_size')} is not a multiple of {product}; "
+    divisor = stated(t, factor)
+    if ranks:
+        divisor += f"{ranks} = {unit}"
+    text = f"{of_batch} is not a multiple of {divisor}; "
     if isinstance(micro, int) and (less := kept_by(batch, c)):
         text += f"{with_value('micro_batch_size', less)} keeps the batch and its losses, and "
-    nearest = max(1, round(batch / unit)) * unit
-    text += f"the nearest multiple is {nearest}"
+    multiple = max(1, round(batch / unit))
+    text += f"the nearest multiple is {multiple * unit}"
     return [Problem(("global_batch_size", factor), text)]
 
 
@@ -132,16 +148,18 @@ def rampup_problems(c: TrainConfig) -> list[Problem]:
     batch = c.global_batch
     flag = stated(t, "rampup_batch_size")
     about = ("rampup_batch_size",)
-    if len(t.rampup_batch_size) != 3 or min(t.rampup_batch_size) <= 0:
+    numbers = t.rampup_batch_size
+    if len(numbers) != 3 or min(numbers) <= 0:
         return [Problem(about, f"{flag}: give three numbers above 0: START INCREMENT SAMPLES")]
-    start, increment, samples = t.rampup_batch_size
+    start, increment, samples = numbers
     unit = c.micro_batch * c.dp
     out = []
     if c.lengths == ["train_iters"]:
         out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
     # The number of steps is found by walking them, so that it is bounded.
-    if samples / start > 10**6:
-        text = f"{flag}: up to {samples / start:.0f} steps of ramp-up; give at most a million"
+    steps = samples / start
+    if steps > 10**6:
+        text = f"{flag}: up to {steps:.0f} steps of ramp-up; give at most a million"
         out.append(Problem(about, text))
     elif start > batch or (batch - start) % increment:
         size = with_value("global_batch_size", batch)
@@ -176,6 +194,7 @@ def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
         out.append(Problem((*about, "global_batch_size"), text))
     if c.lengths == ["train_iters"]:
         out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
+    # Last, since it is about batches that are right otherwise.
     unit = c.micro_batch * c.dp
     odd = [batch for batch in batches if batch % unit]
     if odd and not out:
@@ -197,6 +216,7 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
     if len(warmups) > 1:
         text = f"{named(sorted(warmups))} both set the warm-up; give one"
         out.append(Problem(tuple(warmups), text))
+    # A decay in steps beside one of these mixes units, which is reported above.
     if o.lr_decay_samples and o.lr_decay_tokens:
         both = ("lr_decay_samples", "lr_decay_tokens")
         out.append(Problem(both, f"{named(both)} both set the decay; give one"))
@@ -216,9 +236,11 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
 
 def _rates_problems(c: TrainConfig) -> list[Problem]:
     """Check the rates, and that each has something to move."""
-    o, out = c.optimizer, []
+    o = c.optimizer
+    out = []
     if o.lr is None and not c.training.skip_train:
         out.append(missing("lr", "the peak learning rate"))
+    # The curve runs between these and the peak. A peak of 0 trains nothing, and is allowed.
     for name in ("min_lr", "lr_warmup_init"):
         if o.lr is not None and getattr(o, name) > o.lr > 0:
             out.append(Problem((name, "lr"), f"{stated(o, name)} is above {stated(o, 'lr')}"))
@@ -240,6 +262,7 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
 
 def _units_problems(c: TrainConfig) -> list[Problem]:
     """Check that a run in steps has a schedule in steps, and one in samples or tokens none."""
+    # Between steps and samples only a constant batch could convert.
     in_steps = "train_iters" in c.lengths
     misfits = IN_OTHER_UNITS if in_steps else BY_STEPS
     wrong = [name for name in misfits if getattr(c.optimizer, name)]
@@ -278,6 +301,7 @@ def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
         if flag == "lr_warmup_iters" and fitting > 0:
             text += f" to {fitting} or less"
         out.append(Problem((flag,), f"{{{flag}}}: {text}"))
+    # WSD's last part is within the decay, which begins behind the warm-up.
     between = c.decay_samples - c.warmup_samples
     if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= between:
         text = (

@@ -25,7 +25,8 @@ def planned_values(config: Any) -> list[Problem]:
     out = []
     for group in group_values(config):
         for f in dataclasses.fields(group):
-            value, only = getattr(group, f.name), f.metadata["only"]
+            value = getattr(group, f.name)
+            only = f.metadata["only"]
             if only is None or value in only:
                 continue
             # None and False are what a setting has that is left out.
@@ -43,17 +44,19 @@ def unusable(config: Any) -> list[Problem]:
         out += out_of_bounds(group)
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
+            name = f.name
             # A launched command may have empty arguments.
             may_be_empty = f.metadata["value"] == "WORDS" or f.metadata["positional"] == "rest"
             is_empty = value == "" or (isinstance(value, list) and "" in value)
             if is_empty and not may_be_empty:
-                text = f"{{{f.name}}} is empty; leave it out, or is a shell variable unset?"
-                out.append(Problem((f.name,), text))
+                text = f"{{{name}}} is empty; leave it out, or is a shell variable unset?"
+                out.append(Problem((name,), text))
             # Tensors and indices hold products of these, which must stay within 64 bits.
-            most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
-            if type(value) is int and abs(value) >= most and f.name != "seed":
-                text = f"{with_value(f.name, str(value)[:20])} must be below {most}"
-                out.append(Problem((f.name,), text))
+            most = 2**62 if name.endswith(("_samples", "_tokens")) else 2**31
+            is_large = type(value) is int and abs(value) >= most
+            if is_large and name != "seed":
+                shown = with_value(name, str(value)[:20])
+                out.append(Problem((name,), f"{shown} must be below {most}"))
     return out
 
 

@@ -60,6 +60,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[Problem]:
         *logging_problems(c.logging),
         *eval_tasks_problems(c.logging),
     ]
+    # Tasks are scored by another process, which gets the weights through a file.
     if c.logging.eval_tasks_device and not (c.checkpoint.run_dir or c.checkpoint.save):
         text = (
             "{eval_tasks_device} reads a snapshot from the run's folder; give {run_dir} or {save}"
@@ -81,7 +82,9 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[Problem]:
 
 def saving_problems(c: TrainConfig) -> list[Problem]:
     """Check where a training saves, and its export."""
-    k, out = c.checkpoint, []
+    k = c.checkpoint
+    out = []
+    # An export replaces what its folder holds.
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
         text = f"{{save}} and {{save_hf}} must differ (both are {plain(k.save)}); give two different folders"
         out.append(Problem(("save", "save_hf"), text))
@@ -101,7 +104,10 @@ def saving_problems(c: TrainConfig) -> list[Problem]:
 
 def loading_problems(c: TrainConfig) -> list[Problem]:
     """Check what a run that continues, or only validates, reads."""
-    k, o, t, out = c.checkpoint, c.optimizer, c.training, []
+    k = c.checkpoint
+    o = c.optimizer
+    t = c.training
+    out = []
     if k.use_checkpoint_args and not k.load:
         text = "{use_checkpoint_args=True} needs {load}; give the folder of the checkpoint, or leave it out"
         out.append(Problem(("use_checkpoint_args",), text))
@@ -124,7 +130,8 @@ def averages_problems(k: Checkpoint) -> list[Problem]:
 
 def averaging_problems(c: TrainConfig) -> list[Problem]:
     """Check the averages of weights that a training keeps, reads or validates."""
-    k, number = c.checkpoint, c.checkpoint.average_last
+    k = c.checkpoint
+    number = c.checkpoint.average_last
     out = []
     if k.weights == "ema" and not (k.load and k.finetune):
         needed = "give {load} and {finetune=True}, or leave it out"
@@ -136,6 +143,7 @@ def averaging_problems(c: TrainConfig) -> list[Problem]:
     if c.training.skip_train:
         text = f"which {{skip_train=True}} leaves out; use `meshwright evaluate --average-last {number}`"
         out.append(Problem(("average_last", "skip_train"), f"{average} follows a training, {text}"))
+    # The average is of the steps that the run has saved.
     if k.ckpt_format == "torch":
         text = f"{average} reads our own steps, and {{ckpt_format=torch}} saves Megatron's; give {{ckpt_format=native}}"
         out.append(Problem(("average_last", "ckpt_format"), text))
@@ -151,7 +159,9 @@ def averaging_problems(c: TrainConfig) -> list[Problem]:
 
 def torch_format_problems(c: TrainConfig) -> list[Problem]:
     """Check that --ckpt-format torch, which is Megatron's, can hold what is trained."""
-    k, m, kind = c.checkpoint, c.model, c.optimizer.optimizer
+    k = c.checkpoint
+    m = c.model
+    kind = c.optimizer.optimizer
     if k.ckpt_format != "torch":
         return []
     # Megatron's file has no place for an option of the network, but for some scalings of rotation.
@@ -165,6 +175,7 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
     for name in given_bases(m):
         unknown[name] = f"{{{name}}}"
     reasons = {name: f"has no place for {what}" for name, what in unknown.items()}
+    # Its optimizer state is exp_avg and exp_avg_sq, its layers are numbered within equal stages.
     if kind not in ("adam", "adamw"):
         reasons["optimizer"] = f"holds Adam's state, not {kind}'s ({{optimizer}})"
     if (m.num_layers or 0) % c.parallel.pipeline_model_parallel_size:
@@ -195,6 +206,7 @@ def reaction_problems(t: Training, k: Checkpoint) -> list[Problem]:
             f"{stated(t, 'spike_window')} is not in 8 to 10000: a median of few losses says little"
         )
         out.append(Problem(("spike_window",), text))
+    # Going back needs a checkpoint with everything that decides the next steps.
     for name, reaction in (("on_nonfinite", t.on_nonfinite), ("on_spike", t.on_spike)):
         if reaction.word == "rollback" and not k.save:
             text = f"{stated(t, name)} goes back to a checkpoint of {{save}}, which is not given; give {{save=DIR}}"
@@ -225,6 +237,7 @@ def precision_problems(p: Precision) -> list[Problem]:
                 ("params_dtype", other), f"{{params_dtype=float64}} contradicts {{{other}=True}}"
             )
         )
+    # Numbers are rounded to bfloat16 before they are cast to fp8.
     if p.fp8_format and not p.bf16:
         other = "{fp16=True} scales the loss for its own range" if p.fp16 else "all else is float32"
         text = (
@@ -256,10 +269,12 @@ def logging_problems(g: Logging) -> list[Problem]:
 
 def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[Problem]:
     """Check only what decides which samples a training will read."""
-    t, p = c.training, c.parallel
+    t = c.training
+    p = c.parallel
     out = data_problems(c.data, needs_data)
     if c.data.seq_length is None:
         out.append(missing("seq_length", "tokens of one sample"))
+    # Two lengths could contradict each other.
     if len(c.lengths) != 1:
         given = f"{named(c.lengths)} are given" if c.lengths else "none is given"
         *others, last = (f"{{{name}}}" for name in LENGTHS)
@@ -282,13 +297,15 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[Problem
 
     With `copies` it uses all ranks, for several copies of the model and parts of sequences.
     """
-    p, out = c.parallel, precision_problems(c.precision)
+    p = c.parallel
+    out = precision_problems(c.precision)
     if c.training.micro_batch_size == "auto":
         text = "{micro_batch_size=auto} is only for training; give a number"
         out.append(Problem(("micro_batch_size",), text))
     out += naming_problems(p)
     if not out_of_bounds(p):
-        cp, world = p.context_parallel_size, p.world_size or p.num_gpus_per_node * p.num_nodes
+        cp = p.context_parallel_size
+        world = p.world_size or p.num_gpus_per_node * p.num_nodes
         if cp > 1 and not copies:
             text = f"{stated(p, 'context_parallel_size')} divides sequences, which {command} makes token by token"
             out.append(Problem(("context_parallel_size",), f"{text}; give 1"))
@@ -303,13 +320,15 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[Problem
 
 
 def generation_problems(c: GenerateConfig) -> list[Problem]:
-    t, out = c.texts, reading_problems(c, "generate")
+    t = c.texts
+    out = reading_problems(c, "generate")
     if t.num_samples and not t.genfile:
         text = f"{stated(t, 'num_samples')} writes to a file; name it with {{genfile}}"
         out.append(Problem(("num_samples", "genfile"), text))
     if t.sample_output_file and not t.sample_input_file:
         text = "{sample_output_file} holds continuations; name the prompts with {sample_input_file}"
         out.append(Problem(("sample_output_file",), text))
+    # Each of these decides where texts come from and go to.
     has_prompts = t.prompt is not None or t.prompts is not None
     modes = [
         bool(t.num_samples),
@@ -350,10 +369,14 @@ def generation_problems(c: GenerateConfig) -> list[Problem]:
 
 
 def beam_problems(c: GenerateConfig) -> list[Problem]:
-    t, s, default = c.texts, c.sampling, type(c.sampling)()
+    t = c.texts
+    s = c.sampling
+    default = type(c.sampling)()
+    # Settings that change from their defaults were meant to have an effect.
     of_draws = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "recompute")
     drawing = [name for name in of_draws if getattr(s, name) != getattr(default, name)]
-    width, out = stated(t, "beam_width"), []
+    width = stated(t, "beam_width")
+    out = []
     if drawing:
         named = ", ".join(f"{{{name}}}" for name in drawing)
         text = f"{width} searches and draws nothing; leave {named} out"

@@ -62,6 +62,7 @@ def words_of_commands() -> list[Words]:
         # An installation may be without the app of a page. The first word of "data pack" counts.
         if name.split()[0] not in known:
             continue
+        # As the help lists them, but for flags that are only accepted.
         config = pkgutil.resolve_name(page.config)
         flags: dict[str, HelpEntry] = {}
         arguments = []
@@ -92,6 +93,7 @@ def completion_script(shell: str) -> str:
 def _bash() -> str:
     cases = []
     for w in words_of_commands():
+        # A case of the shell for each kind of value, with all flags that take it.
         by_kind: dict[str, list[str]] = {}
         for e in w.flags:
             if kind := w.kind(e):
@@ -124,6 +126,7 @@ def _filled(shell: str, **values: str) -> str:
 
 def _zsh() -> str:
     actions = {"dirs": "_files -/", "files": "_files", "prefixes": "_files", "any": " "}
+    # A case for each command, with its flags and what may follow each of them.
     cases = []
     for w in words_of_commands():
         cases.append(f"        '{w.name}')\n            _arguments \\")
@@ -131,17 +134,19 @@ def _zsh() -> str:
             # zsh's form of an argument: --flag[text]:message:action
             spec = f"{e.flag}[{_escaped(e.text)}]"
             if kind := w.kind(e):
-                spec += f":{e.value.split()[0]}:{actions.get(kind, f'({kind})')}"
+                word = e.value.split()[0]
+                action = actions.get(kind, f"({kind})")
+                spec += f":{word}:{action}"
             cases.append(f"                {_quoted(spec)} \\")
-        help_flags = "'--help[show the common flags]' '--help-all[show all flags]'"
-        bare = ""
+        last = "                '--help[show the common flags]' '--help-all[show all flags]'"
         if w.positional:
-            bare = f" '*: :{actions.get(w.positional, f'({w.positional})')}'"
-        cases.append(f"                {help_flags}{bare}")
-        cases.append("            ;;")
+            action = actions.get(w.positional, f"({w.positional})")
+            last += f" '*: :{action}'"
+        cases += [last, "            ;;"]
     values = {}
     for key, names in {"COMMANDS": command_texts(), "VERBS": verb_texts()}.items():
-        values[key] = " ".join(_quoted(f"{name}:{text}") for name, text in names.items())
+        pairs = [_quoted(f"{name}:{text}") for name, text in names.items()]
+        values[key] = " ".join(pairs)
     return _filled("zsh", CASES="\n".join(cases), **values)
 
 
@@ -167,6 +172,7 @@ def _fish_lines() -> Iterator[str]:
     for name, text in verb_texts().items():
         how = "__meshwright_words 2; and __meshwright_is data"
         yield f"complete -c meshwright -n '{how}' -a {name} -d {_fish_quoted(text)}"
+    # fish asks all of its lines; each says for which command it is.
     for w in words_of_commands():
         start = f"complete -c meshwright -n '__meshwright_is {w.name}'"
         for e in w.flags:

@@ -71,6 +71,7 @@ def path_settings(d: Data) -> list[str]:
 
 def without(d: Data) -> Data:
     """Return the settings without those that name token files."""
+    # As they are by default: some take one file, others a list.
     nothing: dict[str, Any] = {}
     for name in path_settings(d):
         nothing[name] = [] if isinstance(getattr(d, name), list) else None
@@ -119,6 +120,7 @@ def path_sets(d: Data) -> list[PathSet]:
 
 
 def _together(d: Data) -> list[PathSet]:
+    # A file holds what the flag would, on one line or several.
     flag = "{data_args_path}" if d.data_args_path else "{data_path}"
     values = _read(d.data_args_path, flag).split() if d.data_args_path else d.data_path
     sources = _blend(values, flag)
@@ -130,7 +132,8 @@ def _apart(d: Data) -> list[PathSet]:
     flags = {split: f"{{{split}_data_path}}" for split in SPLITS}
     if d.per_split_data_args_path:
         flag = "{per_split_data_args_path}"
-        values, flags = _per_split(d.per_split_data_args_path, flag), dict.fromkeys(SPLITS, flag)
+        values = _per_split(d.per_split_data_args_path, flag)
+        flags = dict.fromkeys(SPLITS, flag)
     out = []
     for split in SPLITS:
         sources = _blend(values[split], flags[split]) if values[split] else ()
@@ -164,7 +167,8 @@ def _groups(d: Data) -> list[PathSet]:
     out = []
     for split in SPLITS:
         name = f"{split}_weighted_split_paths"
-        texts, path = getattr(d, name), getattr(d, f"{name}_path")
+        texts = getattr(d, name)
+        path = getattr(d, f"{name}_path")
         if texts and path:
             raise ValueError(f"{named((name, f'{name}_path'))} say the same thing twice; give one")
         flag = f"{{{name}_path}}" if path else f"{{{name}}}"
@@ -176,6 +180,7 @@ def _groups(d: Data) -> list[PathSet]:
                 raise ValueError(
                     f"{flag} {plain(path)}: {plain(error)}; it holds what {{{name}}} would, in quotes"
                 ) from None
+        # Groups are sets with names of their own; a run trains on one set.
         if split == "train" and len(texts) > 1:
             raise ValueError(f"{flag} names {len(texts)} groups; training has one")
         for text in texts:
@@ -194,11 +199,13 @@ def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
     name, colon, rest = (part.strip() for part in text.partition(":"))
     parts = [part.split() for part in rest.split(",")]
     lengths = [len(part) for part in parts]
+    # One path alone, or three words for each path.
     if not (name and colon and (lengths == [1] or set(lengths) == {3})):
         raise ValueError(f" is not of the form {form}")
     if lengths == [1]:
         return name, (TokenFiles(parts[0][0]),)
-    sources, weights = [], []
+    sources = []
+    weights = []
     for weight, part, prefix in parts:
         try:
             begin, end = (float(x) for x in part.split(":"))
@@ -310,6 +317,7 @@ def _require_once(path_set: PathSet) -> None:
 
 
 def _check_validation(d: Data, sets: list[PathSet]) -> None:
+    # Names tell sets apart in the log and in tags.
     for key, number in Counter(path_set.key for path_set in sets).items():
         if number > 1:
             raise ValueError(

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 # Limits of one reading.
-BYTES, STEPS, DEPTH = 1 << 16, 100_000, 60
+BYTES = 1 << 16
+STEPS = 100_000
+DEPTH = 60
 ITEMS, NUMBER = 10_000, 1 << 63  # of one list or text, and the largest number
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -69,6 +71,7 @@ def read_expression(text: str) -> Any:
     """Return the value of one expression without names; raise ValueError for other text."""
     if len(text) > BYTES:
         raise ValueError(f"more than {BYTES} characters")
+    # Copied at the end, so that no two parts of the value are one object.
     evaluator = Evaluator(ReadingLimits())
     try:
         return evaluator.limits.copied(evaluator.expression(parse(text, "eval").body))
@@ -139,7 +142,9 @@ class Evaluator:
         return number
 
     def arithmetic(self, e: ast.BinOp) -> Any:
-        left, right = self.expression(e.left), self.expression(e.right)
+        # Lists are added and repeated, texts added, numbers computed with.
+        left = self.expression(e.left)
+        right = self.expression(e.right)
         kinds = {type(left), type(right)}
         if isinstance(e.op, ast.Add) and (
             kinds == {list} or all(isinstance(value, str) for value in (left, right))
@@ -154,7 +159,8 @@ class Evaluator:
             self.limits.spend(max(0, len(items) * times))
             return items * times
         # Texts are added only: a product of text and number would need a limit of its own.
-        self.number(left), self.number(right)
+        self.number(left)
+        self.number(right)
         # A power of integers may take all memory before its size can be looked at.
         if isinstance(e.op, ast.Pow) and abs(right) > 64:
             raise RefusedExpression("an exponent is above 64")

@@ -75,7 +75,8 @@ CAPTURED_DECODER = _BOTH | {"use_parallel_residual"}
 
 def unknown_to(path: Collection[str], m: Model) -> list[str]:
     """Return the settings of this network that a path does not know."""
-    options, plain = options_of(m), Model()
+    options = options_of(m)
+    plain = Model()
     out = []
     for f in dataclasses.fields(Model):
         if f.name in INDIFFERENT or f.name in path:

@@ -79,6 +79,7 @@ def flag(
 
     A text that depends on installed packages is a function, which `help_of` calls.
     """
+    # `own` remembers which facets the flag states itself, so that its group leaves them.
     own: dict[str, Any] = {"help": text, "aliases": aliases, **spec}
     if isinstance(own.get("needs"), str):
         own["needs"] = (own["needs"],)
@@ -99,6 +100,7 @@ def group(**spec: Unpack[FlagSpec]) -> Callable[[type[T]], type[T]]:
     """Return a decorator that gives these facets to a class's flags without their own."""
 
     def decorate(cls: type[T]) -> type[T]:
+        # Before `dataclass` makes its class of the fields.
         for f in vars(cls).values():
             if isinstance(f, dataclasses.Field):
                 stated = {
@@ -126,11 +128,9 @@ def is_flat(config: Any) -> bool:
 
 def group_values(config: Any) -> list[Any]:
     """Return the groups of settings of a configuration; a flat one is its own only group."""
-    return (
-        [config]
-        if is_flat(config)
-        else [getattr(config, f.name) for f in dataclasses.fields(config)]
-    )
+    if is_flat(config):
+        return [config]
+    return [getattr(config, f.name) for f in dataclasses.fields(config)]
 
 
 def every_config() -> list[type]:
@@ -243,6 +243,7 @@ def read_forms(group: Any) -> None:
     def read(name: str, form: type[TextForm], value: Any) -> Any:
         if isinstance(value, list):
             return [read(name, form, each) for each in value]
+        # It has been read, or is none.
         if not isinstance(value, str):
             return value
         try:
@@ -278,6 +279,7 @@ def text_kind(f: dataclasses.Field[Any], kind: Any) -> str:
 
 def placeholder(f: dataclasses.Field[Any], kind: Any) -> str:
     """Return what stands for the value of a flag."""
+    # Short choices are listed in place of a word.
     plain = inner_type(kind)
     if listed := "|".join(map(str, choices_of(kind))):
         return listed if len(listed) < 12 else "NAME"

@@ -56,11 +56,13 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
         except ValueError:
             return None
 
+    # Weights are recognised as numbers; a mistake in one would make it a prefix.
     numbers = [number(v) for v in values]
     # A single value is a prefix, also one that looks like a number.
     if len(values) < 2 or not any(n is not None for n in numbers):
         return None, values
-    weights, prefixes = numbers[::2], values[1::2]
+    weights = numbers[::2]
+    prefixes = values[1::2]
     if len(values) % 2 or None in weights:
         raise ValueError(
             f"{' '.join(values)[:200]}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
@@ -81,6 +83,7 @@ class Iterations(TextForm):
 
     @classmethod
     def read(cls, text: str) -> Self:
+        # What does not match becomes 0-0, which is refused like any other wrong range.
         found = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", text)
         first, last = (int(found[1]), int(found[2])) if found else (0, 0)
         if not 1 <= first <= last:
@@ -127,7 +130,8 @@ class BlendStage(TextForm):
         if found is None:
             raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
         # A number alone counts samples.
-        begin, unit = float(found[1]), found[2] or "samples"
+        begin = float(found[1])
+        unit = found[2] or "samples"
         if not (begin < 100 if unit == "%" else begin.is_integer()):
             raise ValueError(
                 f"{text!r} begins at {found[1]} {unit}; give a whole number, or less than 100 %"
@@ -135,6 +139,7 @@ class BlendStage(TextForm):
         weights, prefixes = blend(found[3].split())
         if weights is None and len(prefixes) > 1:
             raise ValueError(f"{text!r} has no weights; give WEIGHT PREFIX WEIGHT PREFIX ...")
+        # A prefix may be spelled as one of its two files.
         names = [prefix_of(prefix) for prefix in prefixes]
         if len(set(names)) < len(names):
             raise ValueError(f"{text!r} names a prefix twice; give each once")
@@ -149,6 +154,7 @@ class BlendStage(TextForm):
 
     def follows(self, before: BlendStage | None) -> bool:
         """Return whether the stage begins after another, or after the first sample."""
+        # Points in two units can be compared only once the length of the run is known.
         if before is not None and before.unit == self.unit:
             return self.begin > before.begin
         return self.begin > 0
@@ -242,6 +248,7 @@ class PipelineLayout(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         if "[" in text:
+            # A micro-batch passes the stages in order, each once.
             ids = evaluate_list(text)
             for layer, (before, stage) in enumerate(zip(ids, ids[1:], strict=False), 1):
                 if stage < before:
@@ -298,6 +305,7 @@ class BatchSchedule(TextForm):
         units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
         number = r"([0-9]+\.?[0-9]*|\.[0-9]+)([KMBT]?)"
         stages = []
+        # Spaces or commas may stand between the entries.
         for word in text.replace(",", " ").split():
             match = re.fullmatch(f"{number}:{number}", word.upper())
             if match is None:
@@ -320,6 +328,7 @@ class AttentionWindow(TextForm):
 
     @classmethod
     def read(cls, text: str) -> Self:
+        # A model of text looks back only, so the right side is 0, or -1, which causality makes 0.
         parts = re.fullmatch(r"\(?\s*(-1|[0-9]{1,9})\s*(?:,\s*(?:0|-1)\s*)?\)?", text)
         if not parts or int(parts[1]) == 0:
             forms = (

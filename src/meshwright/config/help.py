@@ -119,6 +119,7 @@ class HelpEntry:
 
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
+        # The longest beginning that ends with a clause and fits.
         default = f" [{self.default}]" if self.default else ""
         whole = SHORT.get(self.name, self.text)
         fitting = []
@@ -146,6 +147,7 @@ def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
         is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
         if word == "--" or (names_follow and not word.startswith("-") and not is_value):
             return None
+        # --help=TOPIC, --help TOPIC, or either before --help-all, which says more.
         name, _, value = word.partition("=")
         if name not in WORDS:
             continue
@@ -164,6 +166,7 @@ def show_help(command: Command, topic: str) -> None:
         import shutil
         import signal
 
+        # A pager that is empty or cat is the usual way to want none.
         pager = os.environ.get("PAGER", "less")
         if pager.strip() not in ("", "cat") and shutil.which(pager.split()[0]):
             # as git has it: colours, and no pager for what fits
@@ -187,17 +190,16 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         return all_flags(command, shown, full=True)
     # A word means a group before a flag of the same name, which --WORD means.
     names = {_key(e.group): e.group for e in shown}
-    if _key(topic) in names and not topic.startswith("-"):
-        group = names[_key(topic)]
+    key = _key(topic)
+    if key in names and not topic.startswith("-"):
+        group = names[key]
         lines = _section(group, [e for e in shown if e.group == group], command)
-        if any(_key(e.flag) == _key(topic) for e in shown):
-            lines += [
-                "",
-                f"`{command.prog} --help --{_key(topic)}` explains the flag of this name.",
-            ]
+        if any(_key(e.flag) == key for e in shown):
+            lines += ["", f"`{command.prog} --help --{key}` explains the flag of this name."]
         return lines
+    # Flags before positional arguments of the same name.
     for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
-        if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
+        if key in map(_key, (entry.name, entry.flag, *entry.also)):
             return explain_flag(command, entry)
     # What other programs have.
     flag = "--" + topic.lstrip("-")
@@ -215,17 +217,19 @@ def find_flags(
 ) -> list[str]:
     """Return the flags whose name or text has the word."""
     word = _key(topic)
-    found: list[HelpEntry] = []
+
+    def mentioning(stem: str) -> list[HelpEntry]:
+        begins_word = re.compile(rf"\b{re.escape(stem)}")
+        return [e for e in shown if stem in _key(e.flag) or begins_word.search(e.right.lower())]
+
     # A plural finds the singular, if nothing has it itself.
-    for stem in (word, word.removesuffix("s")):
-        begins_word = rf"\b{re.escape(stem)}"
-        for e in shown if not found else ():
-            if stem in _key(e.flag) or re.search(begins_word, e.right.lower()):
-                found.append(e)
+    found = mentioning(word) or mentioning(word.removesuffix("s"))
     # A word of one or two letters is in almost every text.
     if found and len(word) > 2:
         return [f"No group or flag is named {topic!r}; these mention it:", "", *_rows(found)]
-    known = [*names, *(spelled for e in shown for spelled in (e.flag, *e.also))]
+    known = list(names)
+    for e in shown:
+        known += (e.flag, *e.also)
     hint = did_you_mean(word, names) or did_you_mean("--" + word, known)
     groups = f"; the groups are {', '.join(names.values())}" if len(names) > 1 else ""
     raise UserError(f"no group or flag of `{command.prog}` is named {topic!r}{hint or groups}")
@@ -257,25 +261,40 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
 
 
 def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
-    default, meta = default_of(f), f.metadata
-    lacking = not_yet(f, kind)
-    text = help_of(f) + (f" [{lacking}]" if lacking else "")
-    rest: dict[str, Any] = {"field": f, "kind": kind}
-    rest["choices"] = tuple(map(str, choices_of(kind)))
+    default = default_of(f)
+    meta = f.metadata
+    text = help_of(f)
+    if lacking := not_yet(f, kind):
+        text += f" [{lacking}]"
+    rest: dict[str, Any] = {
+        "field": f,
+        "kind": kind,
+        "choices": tuple(map(str, choices_of(kind))),
+    }
     if meta["positional"]:
         value = "..." if is_list(kind) else ""
         return HelpEntry(f.name, "arguments", word_of(f), value, text, **rest)
     if inner_type(kind) is bool:
         on, off = switches(f)
         # What is on by default is listed by the flag that turns it off.
-        names, others = (off, on) if default is True else (on, off)
-        text = f"disable: {text}" if default is True else text
-        return HelpEntry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
+        if default is True:
+            on, off = off, on
+            text = f"disable: {text}"
+        flag, *also = on
+        return HelpEntry(f.name, group, flag, "", text, "", (*also, *off), **rest)
     if default is dataclasses.MISSING:
         text += " (required)"
-    flag, value = spelling(f.name), placeholder(f, kind)
+    flag = spelling(f.name)
+    value = placeholder(f, kind)
     return HelpEntry(
-        f.name, group, flag, value, text, _shown_default(default), meta["aliases"], **rest
+        f.name,
+        group,
+        flag,
+        value,
+        text,
+        _shown_default(default),
+        meta["aliases"],
+        **rest,
     )
 
 
@@ -319,19 +338,30 @@ def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
     sections = command.page.common | {"Settings": command.page.settings}
     for heading, names in sections.items():
         lines += ["", f"{heading}:"]
-        # A page may name flags that an installation lacks.
-        for e in (by_name[name] for name in names.split() if name in by_name):
+        for name in names.split():
+            # A page may name flags that an installation lacks.
+            e = by_name.get(name)
+            if e is None:
+                continue
+            # The text begins in one column, or behind a flag that is longer.
             start = max(COMMON, len(e.left) + 4)
-            first, *rest = textwrap.wrap(e.brief(_width() - start), _width() - start)
-            lines.append(f"{'  ' + e.left:<{start}}{first}")
+            width = _width() - start
+            first, *rest = textwrap.wrap(e.brief(width), width)
+            left = f"  {e.left}"
+            lines.append(f"{left:<{start}}{first}")
             lines += [" " * COMMON + text for text in rest]
     lines += _examples(command)
+
+    # How to see more.
     groups = dict.fromkeys(e.group for e in shown if e.group != "arguments")
     first, *rest = textwrap.wrap(", ".join(groups), _width() - 17)
     lines += ["", "More:", f"  --help GROUP   {first}"]
     lines += [" " * 17 + line for line in rest]
-    lines.append("  --help FLAG    one flag in full, such as --help save; or any word")
-    return [*lines, f"  --help-all     all {len(shown)} flags"]
+    return [
+        *lines,
+        "  --help FLAG    one flag in full, such as --help save; or any word",
+        f"  --help-all     all {len(shown)} flags",
+    ]
 
 
 def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
@@ -346,13 +376,17 @@ def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]
 
 
 def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
-    heading = f"{group.capitalize().replace('_', ' ')}:"
-    # A group's docstring says what its flags are about, unless it only repeats the name.
+    name = group.capitalize().replace("_", " ")
+    heading = f"{name}:"
+    # A group's docstring says what its flags are about, unless it only repeats the name. That of a
+    # dataclass without one is its signature.
+    kind = config_groups(command.config).get(group)
     doc = ""
-    if group in config_groups(command.config):
-        doc = (config_groups(command.config)[group].__doc__ or "").partition("\n")[0]
+    if kind is not None and kind.__doc__:
+        doc, *_ = kind.__doc__.split("\n")
     if doc and "(" not in doc and group not in doc.lower():
-        heading += f" {doc[0].lower()}{doc[1:].rstrip('.')}"
+        rest = doc[1:].rstrip(".")
+        heading += f" {doc[0].lower()}{rest}"
     return [*textwrap.wrap(heading, _width()), *_rows(rows)]
 
 
@@ -384,17 +418,20 @@ def explain_flag(command: Command, e: HelpEntry) -> list[str]:
     rows = {"values": _values(e), "default": e.default or _no_default(e)}
     if e.also:
         rows["also"] = ", ".join(e.also)
-    if e.field is not None and e.field.metadata["needs"]:
-        rows["needs"] = ", ".join(e.field.metadata["needs"])
+    f = e.field
+    if f is not None and f.metadata["needs"]:
+        rows["needs"] = ", ".join(f.metadata["needs"])
     # Flags of a flat command and positional arguments are in no group, and no file sets them.
     in_group = e.group not in ("flags", "arguments")
-    if in_group and e.field is not None:
+    if in_group and f is not None:
         rows["config file"] = f"{e.name} = ...   in [{e.group}] of --config FILE"
         rows["environment"] = f"MESHWRIGHT_{e.name.upper()}"
     if in_group:
         rows["group"] = f"{e.group} (`{command.prog} --help {_key(e.group)}`)"
-    if e.field is not None:
-        rows["explained"] = ", ".join(explaining_pages(e.field))
+    if f is not None:
+        # The table of all flags, if no page explains it.
+        pages = [f"docs/{page}.md" for page in f.metadata["docs"].split()]
+        rows["explained"] = ", ".join(pages[:2]) or "docs/flags.md"
 
     lines = [f"{e.left}:"]
     lines += [f"  {line}" for line in textwrap.wrap(e.text, _width() - 2)]
@@ -405,11 +442,6 @@ def explain_flag(command: Command, e: HelpEntry) -> list[str]:
             lines.append(f"  {label:<13}  {line}")
             label = ""  # of the first line only
     return lines
-
-
-def explaining_pages(f: dataclasses.Field[Any]) -> list[str]:
-    """Return up to two pages about a flag; the table of all flags if there is no other."""
-    return [f"docs/{page}.md" for page in f.metadata["docs"].split()][:2] or ["docs/flags.md"]
 
 
 def _values(e: HelpEntry) -> str:
@@ -443,16 +475,19 @@ def _no_default(e: HelpEntry) -> str:
 
 
 def _key(word: str) -> str:
+    # Flags, fields and groups are compared as one spelling.
     return word.lower().lstrip("-").replace("_", "-").replace(" ", "-")
 
 
 def _terminal() -> tuple[int, int]:
+    # Without a terminal, such as in a pipe, as on a usual one.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.get_terminal_size(sys.stdout.fileno())
     return 80, 24
 
 
 def _width() -> int:
+    # Longer lines are hard to read, and columns need room.
     return min(100, max(60, _terminal()[0]))
 
 

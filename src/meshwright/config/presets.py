@@ -29,19 +29,21 @@ def _families() -> tuple[Family, ...]:
     tables = read_table("config/presets.toml")
     out = []
     for family in tables["families"]:
-        columns, presets = family["columns"].split(), {}
+        columns = family["columns"].split()
+        presets = {}
+        # Settings of all presets of a family; a cell of the table comes before them.
         shared = tables["recipes"].get(family.get("recipe"), {}) | family["settings"]
         for name, cells in family["presets"].items():
             row = {column: cell for column, cell in zip(columns, cells, strict=True) if cell != ""}
             values = row | {
                 setting: value for setting, value in shared.items() if setting not in row
             }
+            # TOML has no null.
             presets[name] = {
                 setting: None if value == "none" else value for setting, value in values.items()
             }
-        out.append(
-            Family(family["source"], family["vocabulary"], presets, family.get("is_script", False))
-        )
+        is_script = family.get("is_script", False)
+        out.append(Family(family["source"], family["vocabulary"], presets, is_script))
     return tuple(out)
 
 
@@ -77,24 +79,27 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Without that, a run of 2,000 steps would end inside the warm-up of one of 320,000.
     """
-    out, steps = dict(PRESETS[name]), PRESETS[name]["train_iters"]
+    out = dict(PRESETS[name])
+    steps = PRESETS[name]["train_iters"]
     parts = {n: out[n] / steps for n in ("lr_decay_iters", "lr_wsd_decay_iters") if n in out}
     units = ("iters", "samples", "tokens")
     unit = next((u for u in (*units, "epochs") if given.get(f"train_{u}")), None)
     if not unit or family_of(name).is_script:
         return out
-    if unit == "epochs":  # in samples that are not known yet: the schedule takes all of them
+    # In samples that are not known yet: the schedule takes all of them.
+    if unit == "epochs":
         return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
     # The parts of the schedule keep their shares of the run, in the unit of its length.
-    length, in_steps = given[f"train_{unit}"], unit == "iters"
+    length = given[f"train_{unit}"]
+    in_steps = unit == "iters"
     if unit == "tokens":
         length //= given.get("seq_length") or out["seq_length"]
     for part, share in parts.items():
         del out[part]
+        # A part that is given in any unit is the user's.
         if not any(part.replace("iters", u) in given for u in units):
-            out[part if in_steps else part.replace("iters", "samples")] = max(
-                1, round(length * share)
-            )
+            key = part if in_steps else part.replace("iters", "samples")
+            out[key] = max(1, round(length * share))
     if not in_steps:
         del out["train_iters"]
     return out

@@ -66,7 +66,8 @@ def with_value(name: str, value: Any) -> str:
     values = value if isinstance(value, list | tuple) else [value]
     text = " ".join(map(_value_text, values))
     # Braces of the value itself are doubled, and name no setting.
-    text = text.replace("{", "{{").replace("}", "}}")
+    text = text.replace("{", "{{")
+    text = text.replace("}", "}}")
     return f"{{{name}={text}}}"
 
 
@@ -107,6 +108,7 @@ class Wording:
         remarked = set[tuple[int, str]]()
 
         def words_for(match: re.Match[str]) -> str:
+            # A doubled brace, a setting's name, or a name with a value.
             name, value = match.groups()
             if name is None:
                 return "{"
@@ -117,7 +119,8 @@ class Wording:
             place = text.count("\n", 0, match.start()), name
             if not remark or place in remarked or _value_text(known) != value:
                 return self.with_value(name, value)
-            remarked.add(place)  # once a line is enough
+            # Once a line is enough.
+            remarked.add(place)
             return f"{self.with_value(name, value)} ({self.render(remark)})"
 
         return NAME.sub(words_for, text)
@@ -130,10 +133,12 @@ class Wording:
     def with_value(self, name: str, value: str) -> str:
         """Return how a setting is named together with a value."""
         given = self.how_given(name)
+        # On a command line a switch has no value: another flag turns it off.
         is_switch = value in SWITCHED
         if is_switch and given.name.startswith("-"):
             return given.name if value == "True" else f"--no-{spelling(name)[2:]}"
-        if is_switch and given.place:  # TOML and YAML have true and false
+        # TOML and YAML have true and false.
+        if is_switch and given.place:
             value = value.lower()
         # A text is quoted in Python and in files, not a number or a placeholder such as DIR.
         elif given.joint != " " and not is_switch and not BARE.fullmatch(value):
@@ -149,7 +154,9 @@ class Wording:
         return GivenAs(name, "=" if self.default == "keywords" else " ")
 
 
-FLAGS, KEYWORDS, NAMES = Wording(), Wording("keywords"), Wording("names")
+FLAGS = Wording()
+KEYWORDS = Wording("keywords")
+NAMES = Wording("names")
 
 
 def listed(problems: Sequence[Problem], heading: str = "") -> str:

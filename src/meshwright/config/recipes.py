@@ -153,7 +153,8 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     numbers = recipe["numbers"]
     sizes = set(SIZES).intersection(presets.PRESETS[preset]) if preset else set[str]()
     if config.model.gated == recipe["rows"]["swiglu"][0]:
-        sizes.add("ffn_hidden_size")  # of an MLP with as many matrices
+        # The preset's width fits an MLP with as many matrices.
+        sizes.add("ffn_hidden_size")
     draft = Draft(config, {*given.settings, *sizes})
     if preset:
         _reset(draft, name)
@@ -203,12 +204,14 @@ def _reset(draft: Draft, name: str) -> None:
 def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None:
     if depth is not None:
         draft.choose("num_layers", depth, "--depth")
-    layers, unit = draft.value("num_layers"), n["width_unit"]
+    layers = draft.value("num_layers")
+    unit = n["width_unit"]
     width = math.ceil(layers * n["width_of_layer"] / unit) * unit
     draft.choose(
         "hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}"
     )
-    width = draft.value("hidden_size")  # another than the recipe's, if it is given
+    # It is another than the recipe's if it is given.
+    width = draft.value("hidden_size")
     head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
     # A width that is given may be no multiple of these heads; one head always works.
     sizes = (head, n["narrow_head"], 32, 16, 8)
@@ -240,6 +243,7 @@ def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
 
 def layer_parameters(m: Model) -> int:
     """Return the parameters of the layers' matrices."""
+    # Biases, norms and tables are left out.
     width = m.hidden_size or 0
     # Queries and output have all heads, keys and values one for each group.
     heads = 2 * (m.num_attention_heads or 1) + 2 * m.groups
@@ -283,7 +287,8 @@ def training_tokens(d: Data) -> int | None:
 def _tokens_of(prefix: str) -> int:
     """Return the tokens of a pair of files: the size of one by the type that the other names."""
     if find_address(prefix):
-        raise ValueError(prefix)  # in object storage: it would have to be asked
+        # Object storage would have to be asked.
+        raise ValueError(prefix)
     with open(f"{prefix}.idx", "rb") as file:
         # Megatron's header: 9 bytes of magic, a version of 8 and the code of the type.
         magic, _, code = struct.unpack("<9sQB", file.read(18))
@@ -293,6 +298,7 @@ def _tokens_of(prefix: str) -> int:
 
 
 def _choose_tokens(draft: Draft) -> None:
+    # A preset's length is of its own schedule.
     if not draft.given.intersection(LENGTHS):
         draft.config = with_settings(draft.config, **dict.fromkeys(LENGTHS))
         draft.choose("train_tokens", *auto_tokens(draft.config))
@@ -300,7 +306,8 @@ def _choose_tokens(draft: Draft) -> None:
 
 def _tokens(draft: Draft, batch: int | None = None) -> float | None:
     """Return the tokens of the run; None if they follow from a batch that is not chosen yet."""
-    t, length = draft.config.training, draft.config.data.seq_length or 1
+    t = draft.config.training
+    length = draft.config.data.seq_length or 1
     if t.train_iters is not None:
         batch = batch or t.global_batch_size
         return None if batch is None else t.train_iters * batch * length
@@ -319,18 +326,24 @@ def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
     A run of S steps reads S b tokens, so that its batch is b = c (S b / d) ** p, which is
     (c (S / d) ** p) ** (1 / (1 - p)).
     """
-    tokens, length = _tokens(draft), draft.config.data.seq_length or 1
-    c, d, p = n["batch_tokens"], n["batch_at"], n["batch_power"]
+    tokens = _tokens(draft)
+    length = draft.config.data.seq_length or 1
+    c = n["batch_tokens"]
+    d = n["batch_at"]
+    p = n["batch_power"]
     if tokens is not None:
         best = c * (tokens / d) ** p
     else:
         steps = draft.config.training.train_iters or 1
         best = (c * (steps / d) ** p) ** (1 / (1 - p))
-    return int(2 ** max(0, round(math.log2(best / length))))
+    # The nearest in ratio: 2.9 to 5.6 samples become 4.
+    exponent = round(math.log2(best / length))
+    return 1 << max(0, exponent)
 
 
 def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
-    t, length = draft.config.training, draft.config.data.seq_length or 1
+    t = draft.config.training
+    length = draft.config.data.seq_length or 1
     batch = _best_batch(draft, n)
     tokens = _tokens(draft, batch) or 1
     sizes = f"{_short(batch * length)} tokens for {_short(tokens)}"
@@ -354,11 +367,15 @@ def _choose_steps(draft: Draft) -> None:
 
 def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
     """Choose the measured size, or one by tokens where a rank cannot measure what fits all."""
-    p, dp, length = draft.config.parallel, draft.config.dp, draft.config.data.seq_length or 1
+    p = draft.config.parallel
+    dp = draft.config.dp
+    length = draft.config.data.seq_length or 1
     if p.model_ranks == 1 and p.zero_stage <= 1:
         draft.choose("micro_batch_size", "auto", "what fits is measured before training")
         return
-    total, size = draft.config.training.global_batch_size or 1, 1
+    # Double it as long as the ranks can still make whole batches of it.
+    total = draft.config.training.global_batch_size or 1
+    size = 1
     while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:
         size *= 2
     draft.choose(
@@ -372,7 +389,8 @@ def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
     if rule == "adamw":
         rule = "adam"  # by another name
     if rule not in n["lr"]:
-        return  # no rate was measured: --lr is needed
+        # No rate was measured, so --lr is needed.
+        return
 
     # The rate of the best batch. muP scales it to the width itself.
     base = draft.value("mup_base_hidden_size")
@@ -392,6 +410,7 @@ def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
         reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
     draft.choose("lr", _rounded(rate * factor), reason)
 
+    # Each rule has a warm-up of its own.
     warmup_reasons = {
         "muon": "Muon needs little warm-up",
         "adam": "AdamW at this rate needs a long warm-up",
@@ -410,7 +429,8 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
     It is 1 / (lr x weight decay x steps), and falls with the tokens a parameter ("Power Lines", for
     AdamW: Bergsma et al. 2025, arXiv 2505.13738).
     """
-    t, o = draft.config.training, draft.config.optimizer
+    t = draft.config.training
+    o = draft.config.optimizer
     if not o.lr:
         return
     tokens = _tokens(draft) or 1
@@ -432,20 +452,23 @@ def _choose_lines(draft: Draft, n: Mapping[str, Any]) -> None:
     """Choose how often the run logs and validates, so that a short one has a readable curve too."""
     length = draft.config.data.seq_length or 1
     batch = draft.config.training.global_batch_size or 1
-    steps = int((_tokens(draft) or 1) / (length * batch))
+    tokens = _tokens(draft) or 1
+    steps = int(tokens / (length * batch))
 
     lines = n["log_lines"]
     usual_interval = default_of(_field("log_interval"))
-    interval = min(max(1, steps // lines), usual_interval)
-    draft.choose("log_interval", interval, f"{lines} lines or more")
+    interval = max(1, steps // lines)
+    draft.choose("log_interval", min(interval, usual_interval), f"{lines} lines or more")
 
     validations = n["validations"]
-    draft.choose("eval_interval", max(1, steps // validations), f"{validations} validations")
+    interval = max(1, steps // validations)
+    draft.choose("eval_interval", interval, f"{validations} validations")
 
     # A step takes about as long as three forward passes.
     batches = round(3 * n["validation_share"] * steps / validations)
-    share = f"about {n['validation_share']:.0%} of the time"
-    draft.choose("eval_iters", min(max(batches, 1), 100), share)
+    batches = min(max(batches, 1), 100)
+    share = n["validation_share"]
+    draft.choose("eval_iters", batches, f"about {share:.0%} of the time")
 
 
 def _follow_preset(draft: Draft, like: str, given: Given) -> None:
@@ -467,7 +490,8 @@ def explained(
     recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the sources of what a recipe or --train-tokens auto decides, with the reasons."""
-    label, out = f"recipe {recipe}", {}
+    label = f"recipe {recipe}"
+    out = {}
     for name, (_, reason) in choices.items():
         if sources[name] == label:
             out[name] = f"{label}: {reason}"

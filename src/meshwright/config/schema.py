@@ -71,8 +71,10 @@ MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune", "absent": None, "only
 START: dict[str, Any] = {"docs": "", "proof": "baseline", "read": "run"}
 EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
 DECAY_RAMPS = ("linear", "cosine")  # styles of the weight decay that lead from one value to another
-WSD, DATA_PARALLEL = "--lr-decay-style WSD", "several data-parallel ranks"
-SAMPLES, SPIKE = "--sample-interval", "--on-spike"
+WSD = "--lr-decay-style WSD"
+DATA_PARALLEL = "several data-parallel ranks"
+SAMPLES = "--sample-interval"
+SPIKE = "--on-spike"
 
 
 @dataclass(frozen=True)
@@ -1622,6 +1624,7 @@ class TrainConfig:
             )
         if not self.training.rampup_batch_size:
             return self.global_batch
+        # START INCREMENT SAMPLES: so many increments, spread evenly over the samples.
         start, increment, samples = self.training.rampup_batch_size
         increments = (self.global_batch - start) // increment
         if consumed > samples or not increments:
@@ -1728,7 +1731,8 @@ def options_of(m: Model) -> list[str]:
 
     One that needs another option, as the list of windows does, is a detail of that one.
     """
-    fields, flags = Model.__dataclass_fields__, {spelling(name) for name in ABSENT}
+    fields = Model.__dataclass_fields__
+    flags = {spelling(name) for name in ABSENT}
     out = []
     for name, value in ABSENT_COMPUTED.items():
         is_detail = not flags.isdisjoint(fields[name].metadata["needs"])

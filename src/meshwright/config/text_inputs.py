@@ -72,9 +72,13 @@ class TextInputs:
         out = []
         for field in dataclasses.fields(TextInputs):
             value = getattr(self, field.name)
-            if value != getattr(TextInputs(), field.name):
-                name = spelling(field.name)  # only after `=` may a value begin with a hyphen
-                out += [f"{name}={value}"] if isinstance(value, str) else [name, *value]
+            if value == getattr(TextInputs(), field.name):
+                continue
+            name = spelling(field.name)
+            if isinstance(value, str):
+                out.append(f"{name}={value}")  # only after `=` may a value begin with a hyphen
+            else:
+                out += [name, *value]
         return out
 
     def input_problems(self) -> list[Problem]:
@@ -159,13 +163,16 @@ class PreprocessConfig:
         out = p.input_problems()
         if not p.output_prefix:
             out.append(missing("output_prefix", "where to write"))
+        # The name of a folder alone would give files whose names begin with "_".
         elif p.output_prefix.endswith("/"):
             text = f"{stated(p, 'output_prefix')} ends in /; give the beginning of the files' names too"
             out.append(Problem(("output_prefix",), text))
+        # Texts of several keys belong together by their numbers, which cutting one would shift.
         if p.document_length is not None and len(set(p.json_keys)) != 1:
             out.append(
                 Problem(("document_length",), "{document_length} needs a single one of {json_keys}")
             )
+        # The rest is about sentences alone.
         if p.split_sentences:
             return out
         needing = {

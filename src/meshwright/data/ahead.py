@@ -38,11 +38,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     config = count_epochs(config)
     from meshwright.data.datasets import build_datasets
 
-    folders = list(
-        dict.fromkeys(
-            cache_folder(config.data, prefix) for prefix in data_paths.prefixes(config.data)
-        )
-    )
+    prefixes = data_paths.prefixes(config.data)
+    folders = list(dict.fromkeys(cache_folder(config.data, prefix) for prefix in prefixes))
     shown_folders = ", ".join(map(str, folders))
     if dry:
         print(f"would build the indices of {len(needed_sets(config))} sets in {shown_folders}")
@@ -69,12 +66,12 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
             f"nothing to build: all {len(needed)} index arrays are in {shown_folders} ({seconds:.1f} s)"
         )
         return
-    size = sum(
-        p.stat().st_size
-        for record in new
-        for p in record.parent.glob(f"{record.stem}*")
-        if p.is_file()
-    )
+    # An entry is a record and the arrays beside it, whose names begin as its own.
+    size = 0
+    for record in new:
+        for path in record.parent.glob(f"{record.stem}*"):
+            if path.is_file():
+                size += path.stat().st_size
     written = ", ".join(sorted({str(record.parent) for record in new}))
     print(
         f"built {len(new)} indices, {size:,} bytes, in {written} ({seconds:.1f} s): the training finds them there"
@@ -83,6 +80,7 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
 
 def list_arrays(datasets: Iterable[Any]) -> list[Any]:
     """Return the index arrays of data sets and of their parts."""
+    # Blends have parts, which may be blends themselves.
     out = list[Any]()
     left = [dataset for dataset in datasets if dataset is not None]
     while left:
@@ -125,8 +123,9 @@ def show_sample(
             f"{{sample={number}}}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}",
             BAD_DATA,
         )
+    # Of a packed sample the first row is the tokens; where the last stretch ends, padding begins.
     stretches = find_stretches(dataset, number)
-    ids = [int(i) for i in np.atleast_2d(dataset[number])[0, : stretches[-1][1]]]  # without padding
+    ids = [int(i) for i in np.atleast_2d(dataset[number])[0, : stretches[-1][1]]]
     if as_json:
         pieces = [
             {"position": first, "tokens": stop - first, "from": place}
@@ -147,6 +146,7 @@ def show_sample(
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     """Return (first position, end, place of the first token) of each stretch of a sample."""
+    # Down to the files that a sample comes from.
     part = dataset
     k = number
     while isinstance(part, Composite):

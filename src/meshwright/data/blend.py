@@ -211,7 +211,8 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
         # The guess: rounded down, and the largest remainders up, so that all are taken.
         exact = shares[:, None] * starts
         begin = np.floor(exact)
-        places = (begin - exact).argsort(axis=0, kind="stable").argsort(axis=0)
+        order = (begin - exact).argsort(axis=0, kind="stable")
+        places = order.argsort(axis=0)  # of each data set in that order
         missing = starts - begin.sum(axis=0)
         begin += places < missing
         begin[:, 0] = taken
@@ -222,18 +223,18 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
         numbers = np.empty((rows, pieces), np.int64)
         again = np.arange(pieces)
         while len(again):
-            chosen[:, again], numbers[:, again], end[:, again] = walk(
-                shares, starts[again], begin[:, again], rows
-            )
+            found = walk(shares, starts[again], begin[:, again], rows)
+            chosen[:, again], numbers[:, again], end[:, again] = found
             is_wrong = (begin[:, 1:] != end[:, :-1]).any(axis=0)
             again = 1 + np.flatnonzero(is_wrong)
             begin[:, again] = end[:, again - 1]
 
         # Columns are pieces, so the transpose has the samples in their order.
-        which[done : done + chosen.size] = chosen.T.reshape(-1)[:left]
-        number[done : done + chosen.size] = numbers.T.reshape(-1)[:left]
+        to = slice(done, done + chosen.size)
+        which[to] = chosen.T.reshape(-1)[:left]
+        number[to] = numbers.T.reshape(-1)[:left]
         taken = end[:, -1]
-        done += chosen.size
+        done = to.stop
 
 
 def walk(shares: Floats, starts: Ints, taken: Floats, rows: int) -> tuple[Ints, Ints, Floats]:

@@ -212,9 +212,11 @@ def build_train(
 
     def build_more(name: str, made: int) -> FileSamples:
         source = history.sources[name]
-        if name not in opened:  # no longer in the blend given, but still to be read from
+        # A data set that has left the blend is still to be read from.
+        if name not in opened:
             opened[name] = open_indexed(source.prefix, config.data.mmap_warmup, vocab_size)
-        number = 1 if made else source.samples  # of one sample or more, an epoch has all
+        # Of one sample or more, an epoch has all.
+        number = 1 if made else source.samples
         return build_samples(config, "train", opened[name], range(*source.documents), number, made)
 
     folder = cache_folder(config.data, parts[0].prefix)

@@ -28,6 +28,7 @@ class Feed:
 
     def read_again(self, consumed: int) -> list[Batch]:
         """Return the micro-batches of the training step that begins after `consumed` samples."""
+        # Closed at once, which ends the thread that began to read ahead.
         with contextlib.closing(self.steps(self.train_set, consumed, self.spec)) as steps:
             return next(steps)
 
@@ -35,11 +36,9 @@ class Feed:
         self, dataset: Dataset, consumed: int, step_size: int, at_end: Literal["wrap", "mask"]
     ) -> Generator[list[Batch], None, None]:
         """Yield the micro-batches of each step of a validation, without end."""
-        return self.steps(
-            dataset,
-            consumed,
-            replace(self.spec, step_size=lambda consumed: step_size, at_end=at_end),
-        )
+        # A validation has no ramp-up of its step.
+        spec = replace(self.spec, step_size=lambda consumed: step_size, at_end=at_end)
+        return self.steps(dataset, consumed, spec)
 
     def steps(
         self, dataset: Dataset, consumed: int, spec: LoaderSpec
@@ -48,6 +47,7 @@ class Feed:
 
     def sets_of(self, split: str) -> dict[str, Dataset]:
         """Return the data sets of "valid" or "test" by their keys."""
+        # A validation set of several has its name behind a slash: "valid/NAME".
         return {
             key: d
             for key, d in self.datasets.items()

@@ -166,7 +166,8 @@ def continue_history(
     if change_at is None:
         is_same_request = prefixes_and_weights(past) == prefixes_and_weights(now)
         if len(past.blends) == 1 and is_same_request:
-            return now  # the same files with other contents: resume.py reports that
+            # These are the same files with other contents, which resume.py reports.
+            return now
         raise UserError(explain_refusal(past, now, consumed))
     at = consumed if change_at == "now" else int(change_at)
     return change_blend(past, now, size, consumed, at)
@@ -230,16 +231,20 @@ def prefixes_and_weights(history: BlendHistory) -> list[tuple[str, float | None]
 
 def update_paths(past: BlendHistory, now: BlendHistory) -> BlendHistory:
     """Return the past with today's paths of its files."""
-    if len(past.blends) == 1 and past.blends[0].shares == now.blends[0].shares:
-        return now  # with a new order, for the number of samples needed today
+    blends = past.blends
+    if len(blends) == 1 and blends[0].shares == now.blends[0].shares:
+        # Its order is new, for the number of samples needed today.
+        return now
     for name, source in now.sources.items():
         require_same_documents(past.sources[name], source)
-    if len(past.blends) == 1:  # given in another order: the past order decides between equals
-        return BlendHistory({n: now.sources[n] for n in past.sources}, past.blends)
+    # Given in another order: the past order decides between equals.
+    if len(blends) == 1:
+        sources = {name: now.sources[name] for name in past.sources}
+        return BlendHistory(sources, blends)
     sources = dict(past.sources)
     for name, source in now.sources.items():
         sources[name] = replace(sources[name], prefix=source.prefix)
-    return BlendHistory(sources, past.blends)
+    return BlendHistory(sources, blends)
 
 
 def change_blend(

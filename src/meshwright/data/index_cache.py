@@ -139,14 +139,16 @@ def cached_indices(
             # by a process that was killed
             for left in folder.glob(f"{name}_*.tmp") if is_locked else ():
                 left.unlink(missing_ok=True)
-            arrays = find_entry(record, parts)  # another process may have built it meanwhile
+            # Another process may have built it meanwhile.
+            arrays = find_entry(record, parts)
             if arrays is None:
                 say(
                     " > WARNING: could not find index map files, building the indices on rank 0 ..."
                 )
                 built = build(files)
                 files.publish(record, key)
-                arrays = find_entry(record, parts) or built  # another process may have removed it
+                # Another process may have removed it.
+                arrays = find_entry(record, parts) or built
             return arrays
     except OSError as error:
         notice(

@@ -136,7 +136,8 @@ class Samples(FileSamples):
         if indexed.is_sparse:
             indexed.need(ranges)
         pieces = [indexed.tokens[a:b] for a, b in ranges]
-        return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
+        flat = np.concatenate(pieces, dtype=np.int64, casting="unsafe")
+        return flat.reshape(len(j), -1)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         require_sample(k, len(self))
@@ -183,7 +184,8 @@ class Cyclic(Composite):
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
         self.parts = [dataset]
-        self._order = lru_cache(maxsize=2)(self._shuffle)  # a step can lie in two epochs
+        # A step can lie in two epochs.
+        self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -250,7 +252,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.unmasked >= 0:
-            return  # a part or a copy of a batch that was counted
+            # This is a part or a copy of a batch that was counted.
+            return
         # Read here, on the host: on a device it would wait for the stream.
         unmasked = self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
         object.__setattr__(self, "unmasked", unmasked)
@@ -350,21 +353,24 @@ class Loader:
     def read_step(self, first: int, samples: int) -> list[Batch]:
         """Return this rank's slice of each block of the step."""
         size = self.spec.micro_batch
-        starts = range(first + self.spec.rank * size, first + samples, size * self.spec.ranks)
+        end = first + samples
+        # A block has a micro-batch for each rank.
+        starts = range(first + self.spec.rank * size, end, size * self.spec.ranks)
         numbers = [n for start in starts for n in range(start, start + size)]
         if numbers[-1] >= len(self.dataset) and self.spec.at_end == "raise":
             raise bad_data(
-                f"the step needs samples {first} to {first + samples - 1}, but the data set has {len(self.dataset)}; "
+                f"the step needs samples {first} to {end - 1}, but the data set has {len(self.dataset)}; "
                 "it was built for fewer steps"
             )
         text = self.read_tokens(numbers)
         tokens = text[:, 0] if self.spec.packed else text
         if tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
             raise self.unknown_id(numbers, tokens)
-        return [
-            self.make_batch(numbers[k : k + size], text[k : k + size])
-            for k in range(0, len(numbers), size)
-        ]
+        batches = []
+        for k in range(0, len(numbers), size):
+            some = slice(k, k + size)
+            batches.append(self.make_batch(numbers[some], text[some]))
+        return batches
 
     def read_tokens(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return the samples of a step, stacked; read at once where the data set can."""
@@ -419,7 +425,8 @@ class Loader:
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         is_wrong = (text < 0) | (text >= self.spec.vocab_size)
         row, column = np.argwhere(is_wrong)[0].tolist()
-        sample = numbers[row] % len(self.dataset)  # beyond the end, the numbers go on
+        # Beyond the end, the numbers go on.
+        sample = numbers[row] % len(self.dataset)
         place = self.dataset.locate(sample, column)
         return bad_data(
             f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "

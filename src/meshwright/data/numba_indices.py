@@ -36,10 +36,15 @@ def shuffle(rng: np.random.RandomState, x: Ints) -> None:
 @njit(cache=True, nogil=True)
 def _twist(key: Any) -> None:
     """Advance to the next 624 words of state."""
+    one = np.uint32(1)
     for k in range(WORDS):
-        y = (key[k] & np.uint32(0x80000000)) | (key[(k + 1) % WORDS] & np.uint32(0x7FFFFFFF))
-        odd = np.uint32(0x9908B0DF) * (y & np.uint32(1))
-        key[k] = key[(k + MIDDLE) % WORDS] ^ (y >> np.uint32(1)) ^ odd
+        # The highest bit of a word with the others of the next one.
+        high = key[k] & np.uint32(0x80000000)
+        low = key[(k + 1) % WORDS] & np.uint32(0x7FFFFFFF)
+        y = high | low
+        odd = np.uint32(0x9908B0DF) * (y & one)
+        far = key[(k + MIDDLE) % WORDS]
+        key[k] = far ^ (y >> one) ^ odd
 
 
 @njit(cache=True, nogil=True)

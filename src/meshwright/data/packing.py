@@ -109,12 +109,21 @@ class Packed(FileSamples):
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         require_sample(k, len(self))
+        # The pieces of the bin that is sample k, as (document, first token).
         j = int(self.shuffle_idx[k])
-        rows = self.piece_idx[self.bin_idx[j] : self.bin_idx[j + 1]]
-        documents, offsets = rows.T
+        begin, end = self.bin_idx[j : j + 2]
+        documents, offsets = self.piece_idx[begin:end].T
+        # The rest of the document, as far as it fits.
         left = self.indexed.sizes[documents] - offsets
         lengths = np.minimum(left, self.seq_length + 1)
-        return list(zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True))
+        return list(
+            zip(
+                documents.tolist(),
+                offsets.tolist(),
+                lengths.tolist(),
+                strict=True,
+            )
+        )
 
 
 def pack_files(
@@ -213,8 +222,10 @@ def cut_pieces(documents: Ints, predicted: Ints, seq_length: int) -> tuple[Ints,
     counts = count_pieces(predicted, seq_length)
     firsts = np.cumsum(counts) - counts  # number of each document's first piece
     numbers = np.arange(counts.sum()) - np.repeat(firsts, counts)  # within the document
+    # The last token of a piece is the first of the next one, whose first prediction it begins.
     offsets = numbers * seq_length
-    rows = np.stack((np.repeat(documents, counts), offsets.astype(documents.dtype)), axis=1)
+    each = np.repeat(documents, counts)
+    rows = np.stack((each, offsets.astype(documents.dtype)), axis=1)
     left = np.repeat(predicted, counts) - offsets
     return rows, np.minimum(left, seq_length) + 1
 

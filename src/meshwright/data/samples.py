@@ -129,9 +129,12 @@ def split_bounds(split: Split, n: int, arithmetic: str) -> list[int]:
     """Return the borders of train, validation and test among n documents: 0, a, b, n."""
     total = sum(split.shares)
     parts = [share / total for share in split.shares]
+    # Borders are rounded, or the parts between them.
     if arithmetic == "cumulative":
-        return [round(share * float(n)) for share in accumulate(parts, initial=0.0)]
-    bounds = list(accumulate(round(part * float(n)) for part in parts))
+        ends = accumulate(parts, initial=0.0)
+        return [round(end * float(n)) for end in ends]
+    sizes = [round(part * float(n)) for part in parts]
+    bounds = list(accumulate(sizes))
     # What rounding has given too much or too little, which Megatron takes from all borders.
     excess = bounds[-1] - n
     # A border below 0 would take documents from the end.
@@ -179,6 +182,7 @@ def build_indices(
             f"{cutoff:.0%} of number of samples per epoch ({per_epoch}), setting separate_last_epoch to "
             f"{last_epoch_separate}"
         )
+    # Each epoch has every document once; a last one that is apart is shuffled for itself.
     places = epochs * len(documents)
     # The same for every split; numpy promises never to change its stream.
     rng = np.random.RandomState(seed)
@@ -194,10 +198,7 @@ def build_indices(
         doc_idx = storage.array("doc", places, doc_dtype)
         fill_rows(doc_idx.reshape(epochs, -1), documents.start)
         shuffle(rng, doc_idx, places - len(documents) if last_epoch_separate else places, compiled)
-        # "elasped" is Megatron's own misspelling; people's scripts read these lines.
-        say(
-            f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}"
-        )
+        say_elapsed("doc", start)
 
         # The samples. Both shuffles draw from one stream, so the second waits for the first.
         first = before_last if last_epoch_separate else total
@@ -206,17 +207,19 @@ def build_indices(
         start = time.perf_counter()
         rows = cut_samples(sizes, documents, doc_idx, total, seq_length, compiled)
         sample_idx = storage.stream("sample", (total + 1, 2), row_dtype, rows)
-        say(
-            f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}"
-        )
+        say_elapsed("sample", start)
 
         start = time.perf_counter()
         say(f" > building shuffle index with split [0, {first}) and [{first}, {total}) ...")
         shuffled.result()
-        say(
-            f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}"
-        )
+        say_elapsed("shuffle", start)
     return [doc_idx, sample_idx, shuffle_idx]
+
+
+def say_elapsed(index: str, start: float) -> None:
+    seconds = time.perf_counter() - start
+    # "elasped" is Megatron's own misspelling; people's scripts read these lines.
+    say(f" > elasped time to build and save {index}-idx mapping (seconds): {seconds:4f}")
 
 
 def index_dtypes(documents: int, places: int, samples: int) -> tuple[type[np.integer[Any]], ...]:
@@ -234,7 +237,8 @@ def fill_rows(x: Ints, first: int) -> None:
     for begin in range(0, x.shape[1], BLOCK):
         part = x[:, begin : begin + BLOCK]
         value = first + begin
-        part[:] = np.arange(value, value + part.shape[1], dtype=x.dtype)
+        end = value + part.shape[1]
+        part[:] = np.arange(value, end, dtype=x.dtype)
 
 
 def shuffle(rng: np.random.RandomState, x: Ints, border: int, compiled: ModuleType | None) -> None:

@@ -202,7 +202,8 @@ def size_part(config: TrainConfig, spec: SetSpec, part: SetPart, share: float) -
     if spec.in_full:
         number = samples_of_epoch(config, part.indexed, part.documents)
     elif alone and d.packing != "stream" and d.dataloader_type == "cyclic":
-        number = 1  # one epoch, which is shuffled again and again, however long the run
+        # One epoch, which is shuffled again and again, however long the run is.
+        number = 1
     elif part.tokens <= d.seq_length and d.packing == "stream":
         notice(
             f"the {spec.key} split of {part.prefix} has {part.tokens} tokens: each sample of {d.seq_length} + 1 "

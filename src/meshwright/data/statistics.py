@@ -150,11 +150,12 @@ def format_summary(facts: dict[str, Any]) -> list[str]:
     out += [
         "",
         f"document length in tokens: mean {facts['mean_length']:,.1f}; percentiles:",
-        f"  {'  '.join(quantiles)}",
+        "  " + "  ".join(quantiles),
         "",
     ]
-    most = max((count for *_, count in facts["histogram"]), default=1)
-    for first, last, count in facts["histogram"]:
+    bars = facts["histogram"]
+    most = max((count for *_, count in bars), default=1)
+    for first, last, count in bars:
         length = f"{first:,}" if first == last else f"{first:,}-{last:,}"
         share = count / max(documents, 1)
         bar = "#" * round(40 * count / most)
@@ -164,9 +165,12 @@ def format_summary(facts: dict[str, Any]) -> list[str]:
     if "most_frequent" in facts:
         out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
         for token in facts["most_frequent"]:
-            text = f"  {token['text']!r}" if "text" in token else ""
-            share = token["count"] / max(tokens, 1)
-            out.append(f"  {token['id']:>8} {token['count']:>16,} {share:>7.2%}{text}")
+            count = token["count"]
+            share = count / max(tokens, 1)
+            line = f"  {token['id']:>8} {count:>16,} {share:>7.2%}"
+            if "text" in token:
+                line += f"  {token['text']!r}"
+            out.append(line)
     return out
 
 

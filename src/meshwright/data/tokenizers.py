@@ -23,7 +23,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,9 +147,10 @@ class GPT2BPE(Tokenizer):
     def _ranked_ids(self) -> list[int]:
         """All ids except the end of document; none unless they are merge ranks, in order."""
         merged = [self._vocab[left + right] for left, right in self._merges]
-        if not all(a < b for a, b in pairwise(merged)):
+        if merged != sorted(set(merged)):
             return []
-        return [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged
+        of_bytes = [self._vocab[symbol] for symbol in vocabularies.byte_symbols()]
+        return of_bytes + merged
 
     def _make_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -196,7 +196,8 @@ class HuggingFace(Tokenizer):
         except Exception as error:
             raise bad_data(f"{path} is not a tokenizer.json: {error}") from None
         self._path = path
-        self._library.encode_special_tokens = True  # special tokens inside a text are plain text
+        # Special tokens inside a text are plain text.
+        self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
 
@@ -261,6 +262,7 @@ class Null(Tokenizer):
         self.eod = vocab_size
 
     def encode(self, text: str) -> list[int]:
+        # A mistake names itself: the first word that is no integer, or the first id too large.
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
@@ -340,6 +342,7 @@ def _growth(step: Any) -> float:
         return 1
     kind = step.get("type")
     content = str(step.get("content", "")).encode()
+    # Of steps one after the other the growths multiply.
     if kind == "Sequence":
         parts: list[Any] = next(
             step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step
@@ -409,6 +412,7 @@ def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer
 
 def build_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     """Return the tokenizer of `resolve_tokenizer`; raise UserError if there is none."""
+    # Files that the flags name come before those that were saved.
     tokenizer = _build(t) if saved is None or is_named(t) else _build_saved(t, saved)
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids, tokenizer.size):
@@ -441,6 +445,7 @@ def require_same(tokenizer: Tokenizer, saved: Path) -> None:
 def _build(t: TokenizerFlags) -> Tokenizer:
     if t.tokenizer is not None:
         return _build_named(t.tokenizer, t)
+    # The default type, which has two files; each way to name too few of them has its own advice.
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
             raise SettingsError(
@@ -455,6 +460,7 @@ def _build(t: TokenizerFlags) -> Tokenizer:
         raise SettingsError(
             f"GPT2BPETokenizer needs {missing} too; or give {{tokenizer}} and the folder of both files"
         )
+    # Types of one file, then those of none.
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
     if kind in FILE_KINDS:
         flag, what, _, load = FILE_KINDS[kind]
@@ -480,6 +486,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         raise SettingsError(
             f"{{tokenizer={name}}} and {flags} both name a tokenizer; give only one of them"
         )
+    # What exists comes before names of tiktoken's encodings and of the Hub.
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, for unknown users too
     if name == "byte":
         return Bytes()
@@ -489,6 +496,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return _build_saved(TokenizerFlags(), kept)
     if not path.exists() and vocabularies.is_encoding_name(name):
         return vocabularies.load_encoding(name)
+    # A missing file is not looked for on the Hub.
     is_file_name = path.suffix in (".json", ".txt", ".model", ".tiktoken")
     if path.exists() or is_file_name or not hub.is_name(name):
         return _build_file(path)
@@ -517,6 +525,7 @@ def _find_on_hub(name: str) -> Path:
         if _splits_as_gpt2(folder / "tokenizer.json"):
             hub.find_folder(name, *GPT2_FILES, is_needed=False)
         return folder
+    # Repositories without a tokenizer.json, which are older.
     for names in (GPT2_FILES, (MODEL,), (WORDS,)):
         if folder := hub.find_folder(name, *names):
             for beside in (CHAT_CONFIG, vocabularies.ADDED_TOKENS):  # special tokens, lower case
@@ -548,6 +557,7 @@ def _build_file(path: Path) -> Tokenizer:
         raise SettingsError(
             f"{{tokenizer={path}}} does not exist; name {WAYS.removeprefix('with ')}", BAD_DATA
         )
+    # A .json may be a tokenizer.json, Megatron's list of ranks, or a vocabulary that needs merges.
     content = vocabularies.read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
@@ -594,9 +604,11 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         if _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path)):
             return GPT2BPE(*pair)
         return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
+    # A folder that we wrote: meta.json has the type and the files' hashes.
     meta = _read_meta(folder)
     kind = meta["type"]
-    if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
+    # The default says nothing about the user's wish.
+    if asked not in (kind, DEFAULT_TYPE):
         raise SettingsError(
             f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out"
         )
@@ -801,7 +813,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
     if not isinstance(vocab, dict) or any(type(i) is not int for i in vocab.values()):
         raise bad_data(f"{path} is not a vocabulary, one JSON object of token: id")
     size = len(vocab)
-    if set(vocab.values()) != set(range(size)):
+    if sorted(vocab.values()) != list(range(size)):
         raise bad_data(f"{path} has {size} tokens whose ids are not 0 ... {size - 1}")
     return vocab
 

@@ -135,26 +135,27 @@ class SentencePiece(Tokenizer):
         self._content = read_bytes(path)
         self._model = model = _load_model(path, self._content)
 
-        # The ids: the model's pieces, then what the folder adds.
+        # The ids: first the model's pieces, then what the folder adds.
         ids = list(range(model.get_piece_size()))
         pieces = model.id_to_piece(ids)
         added = _read_added_tokens(path.parent)
         self.size = max([len(ids), *(i + 1 for i in added.values())])
         require_dense(path, len(ids), self.size)
         self.special = {pieces[i]: i for i in ids if model.is_control(i)} | added
-        end = model.eos_id() if model.eos_id() >= 0 else None
-        self.eod = find_end(path, self.special, end)
+        end = model.eos_id()
+        self.eod = find_end(path, self.special, end if end >= 0 else None)
 
         # The bytes of each; some ids above the model's are free.
-        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces]
-        self._bytes += [b""] * (self.size - len(ids))
+        texts = [piece.replace(SPACE, " ").encode() for piece in pieces]
+        texts += [b""] * (self.size - len(ids))
         for i in ids:
             if model.is_byte(i):  # <0x0A>
-                self._bytes[i] = bytes([int(pieces[i][3:5], 16)])
+                texts[i] = bytes.fromhex(pieces[i][3:5])
         unknown = model.unk_id()
-        self._bytes[unknown] = model.decode([unknown]).encode()
+        texts[unknown] = model.decode([unknown]).encode()
         for word, i in self.special.items():
-            self._bytes[i] = word.encode()
+            texts[i] = word.encode()
+        self._bytes = texts
 
         # Decoding drops the space that the model puts before a text, or that it would remove.
         beginning = model.normalize("a")
@@ -225,6 +226,7 @@ class SentencePiece(Tokenizer):
         return self.add_special(library)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        # The model puts a space before a text, and before what follows a special token.
         parts = []
         is_first = self._drops_space
         for i in ids:
@@ -307,9 +309,19 @@ LLAMA3 = (
 )
 FILL_IN = _count_from(100257, [END_OF_TEXT, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"])
 LLAMA3_WORDS = (
-    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
-    "start_header_id end_header_id eom_id eot_id python_tag"
-).split() + [f"reserved_special_token_{n}" for n in range(2, 247)]
+    "begin_of_text",
+    "end_of_text",
+    "reserved_special_token_0",
+    "reserved_special_token_1",
+    "finetune_right_pad_id",
+    "step_id",
+    "start_header_id",
+    "end_header_id",
+    "eom_id",
+    "eot_id",
+    "python_tag",
+    *(f"reserved_special_token_{n}" for n in range(2, 247)),
+)
 QWEN_WORDS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205))]
 # The published files of ranks, by SHA-256: a file says nothing of its pattern.
 PUBLISHED = {
@@ -366,13 +378,14 @@ class TikToken(Tokenizer):
             self.made[RANKS] = b"".join(rank_line(token, rank) for token, rank in ordered)
         self.special = encoding.special_tokens
         self._normalization = encoding.normalization
+        # Every id of the ranks and of the special tokens; the ids between them are free.
         tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
         self.size = max(i for _, i in tokens) + 1
         self._origin = path or origin
         require_dense(self._origin, len(tokens), self.size)
         end = self.special[encoding.end] if encoding.end else None
         self.eod = find_end(self._origin, self.special, end)
-        self._bytes = [b""] * self.size  # some ids are free
+        self._bytes = [b""] * self.size
         for token, i in tokens:
             self._bytes[i] = token
         try:
@@ -418,7 +431,10 @@ class TikToken(Tokenizer):
     def encode(self, text: str) -> list[int]:
         if self._normalization:
             text = unicodedata.normalize(self._normalization, text)
-        parts = re.split(rf"(\s{{{LONG_SPACE}}})", text) if has_long_space(text) else [text]
+        # A long run of white space, which would overflow tiktoken's stack, is cut.
+        parts = [text]
+        if has_long_space(text):
+            parts = re.split(rf"(\s{{{LONG_SPACE}}})", text)
         with explain_failures(f"{self._origin}: the tokenizer fails"):
             return [i for part in parts for i in self._library.encode_ordinary(part)]
 
@@ -429,6 +445,7 @@ def _without_possessive_counts(pattern: str) -> str | None:
     Where an alternative of the whole pattern ends, nothing is left to give characters back to, so
     the + may go. Within a group something may follow.
     """
+    # A class or an escape is one part, so that brackets within them do not count.
     depth = 0
     parts = list[str]()
     for match in re.finditer(
@@ -485,6 +502,7 @@ class WordPiece(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         text = text.translate(_CLEANED)
+        # NFD takes accents apart from their letters, so that they can be left out.
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower()).translate(_UNMARKED)
         ids: list[int] = []
@@ -516,6 +534,7 @@ class WordPiece(Tokenizer):
         begin = 0
         while begin < len(word):
             prefix = "##" if begin else ""
+            # The longest token that the rest of the word begins with.
             for end in range(len(word), begin, -1):
                 i = self._vocab.get(prefix + word[begin:end])
                 if i is not None:
@@ -580,6 +599,7 @@ _PUNCTUATED = _Characters(_punctuate)
 
 def _is_wide(character: str) -> bool:
     """Return whether this is a character of a language that puts no space between words."""
+    # Hangul's syllables are as wide, but Korean has spaces.
     return unicodedata.east_asian_width(character) in "WF" and not "\uac00" <= character <= "\ud7a3"
 
 
@@ -642,8 +662,9 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
     except (KeyError, TypeError, ValueError):
         tokens = []
         is_ordered = False
+    count = len(tokens)
     has_bytes = tokens[:256] == [bytes([n]) for n in range(256)]
-    if not is_ordered or not has_bytes or len(set(tokens)) < len(tokens):
+    if not is_ordered or not has_bytes or len(set(tokens)) < count:
         form = '[{"rank": 0, "token_bytes": "AA==", "token_str": ...}, ...], the 256 bytes first'
         raise bad_data(f"{path} is not a list of ranks as Megatron's TikTokenizer has it: {form}")
     # The special tokens, and how many ids there are in all.
@@ -657,11 +678,11 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
             f"{{tiktoken_special_tokens}}: {len(words)} words; each may be given once, and there are {first} "
             "({tiktoken_num_special_tokens})"
         )
-    size = t.vocab_size or min(MEGATRON_SIZE, first + len(tokens))
-    if not first + 256 <= size <= first + len(tokens):
-        most = f"{first} special tokens and {len(tokens)} ranks"
+    size = t.vocab_size or min(MEGATRON_SIZE, first + count)
+    if not first + 256 <= size <= first + count:
+        most = f"{first} special tokens and {count} ranks"
         raise SettingsError(
-            f"{{vocab_size={size}}}, but {path} gives {first + 256} to {first + len(tokens)} ids: {most}"
+            f"{{vocab_size={size}}}, but {path} gives {first + 256} to {first + count} ids: {most}"
         )
     # Megatron's names for the special tokens that have none of their own.
     words += [f"<SPECIAL_{n}>" for n in range(len(words), first)]
@@ -751,7 +772,8 @@ def find_end(origin: object, special: Mapping[str, int], own: int | None = None)
 
 
 def require_dense(origin: object, tokens: int, size: int) -> None:
-    if size > 4 * tokens + 1000:  # the table of all ids would be too large
+    # The table of all ids would be too large.
+    if size > 4 * tokens + 1000:
         raise bad_data(f"{origin} has {tokens:,} tokens, but an id of {size - 1:,}")
 
 

@@ -49,7 +49,8 @@ class PromptTexts:
         """Return a request for each text; with a seed of its own a prompt depends on no other."""
         p = self.prompt
         if p.seed is not None:
-            seed, first = p.seed, 0
+            seed = p.seed
+            first = 0
         return [
             Request(self.ids, p.options, seed, stream, p.stop, p.logprobs)
             for stream in range(first, first + p.count)
@@ -58,7 +59,8 @@ class PromptTexts:
 
 def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> list[PromptTexts]:
     """Return a job for each prompt; list those that the model cannot read."""
-    jobs, faults = [], []
+    jobs = []
+    faults = []
     for number, prompt in enumerate(prompts):
         name = f"{where}, prompt {number + 1}" if len(prompts) > 1 else where
         try:
@@ -186,7 +188,9 @@ class Speed:
 
 def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: str) -> None:
     """Write samples, continuations of prompts, or a dialogue; `output` is --sample-output-file."""
-    t, s, seed = c.texts, c.sampling, c.training.seed
+    t = c.texts
+    s = c.sampling
+    seed = c.training.seed
     accept_any_text()
     if t.num_samples:
         assert t.genfile

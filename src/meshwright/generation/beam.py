@@ -72,10 +72,12 @@ def begin_beam_search(
     m: LanguageModel, request: Request, beam: BeamOptions
 ) -> Generator[None, None, list[BeamText]]:
     """Yield after each step of a search, and return what `search_beams` does."""
-    prompt = request.prompt or [m.tokenizer.eod]
-    eod = m.tokenizer.eod if beam.stop_token is None else beam.stop_token
-    if beam.width < 1:
-        raise UserError(f"a beam width of {beam.width} is too small; give 1 or more")
+    tokenizer = m.tokenizer
+    prompt = request.prompt or [tokenizer.eod]
+    eod = tokenizer.eod if beam.stop_token is None else beam.stop_token
+    width = beam.width
+    if width < 1:
+        raise UserError(f"a beam width of {width} is too small; give 1 or more")
     if len(prompt) >= m.seq_length:
         raise UserError(
             f"the prompt has {len(prompt)} tokens; the model reads {m.seq_length}, shorten the prompt"
@@ -85,29 +87,29 @@ def begin_beam_search(
     def has_ended(c: Candidate) -> bool:
         if len(c.tokens) == most or c.tokens[-1] == eod:
             return True
-        return bool(request.stop) and text_until_stop(m.tokenizer, request, c.tokens)[1]
+        return bool(request.stop) and text_until_stop(tokenizer, request, c.tokens)[1]
 
     done: list[tuple[float, Candidate]] = []
     running = [Candidate()]
-    steps = _Steps(m, Cache(beam.width, len(prompt) + most))
+    steps = _Steps(m, Cache(width, len(prompt) + most))
     logits = steps.read([prompt])
     while True:
         # An end of document takes at most one extension of each candidate, so that of twice as
         # many as are kept enough go on.
         goes_on: list[tuple[int, Candidate]] = []
-        for rank, (row, candidate) in enumerate(_best(logits, running, 2 * beam.width)):
+        for rank, (row, candidate) in enumerate(_best(logits, running, 2 * width)):
             if not has_ended(candidate):
                 goes_on.append((row, candidate))
-            elif rank < beam.width:
+            elif rank < width:
                 # A text that ends further behind is dropped, as transformers does.
                 done.append((candidate.score(beam.length_penalty), candidate))
-        goes_on = goes_on[: beam.width]
+        goes_on = goes_on[:width]
         # A stable sort: of equal scores the text that was finished first stays.
-        done = sorted(done, key=lambda pair: -pair[0])[: beam.width]
+        done = sorted(done, key=lambda pair: -pair[0])[:width]
         if not goes_on:
             break
         best_running = goes_on[0][1].score(beam.length_penalty)
-        if len(done) == beam.width and best_running <= done[-1][0]:
+        if len(done) == width and best_running <= done[-1][0]:
             break
         running = [candidate for _, candidate in goes_on]
         yield
@@ -118,14 +120,18 @@ def begin_beam_search(
 def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
     """Yield the likeliest extensions of the candidates, each with the number of what it extends."""
     # float64, so that sums of long texts keep the order of their last tokens
-    totals = torch.tensor([c.total for c in running], dtype=torch.float64, device=logits.device)
-    totals_by_token = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
-    values, flat_ids = totals_by_token.topk(min(count, len(totals_by_token)))
+    totals = [[c.total] for c in running]
+    before = torch.tensor(totals, dtype=torch.float64, device=logits.device)
+    logprobs = upcast(logits).log_softmax(-1)
+    totals_by_token = (logprobs + before).flatten()
+    most = min(count, len(totals_by_token))
+    values, flat_ids = totals_by_token.topk(most)
     if not values[0].isfinite():
         raise not_finite_error()
     vocab = logits.shape[-1]
     for total, flat_id in zip(values.tolist(), flat_ids.tolist(), strict=True):
         row, token = divmod(flat_id, vocab)
+        # Of few candidates and a small vocabulary, what is left may be impossible.
         if total > float("-inf"):
             yield row, running[row].extend(token, total)
 
@@ -149,7 +155,9 @@ class _Steps:
     """The model's passes over the prompt and over the candidates, which share one cache."""
 
     def __init__(self, m: LanguageModel, cache: Cache) -> None:
-        self.m, self.cache, self.used = m, cache, 0
+        self.m = m
+        self.cache = cache
+        self.used = 0
 
     @torch.inference_mode()
     def advance(self, rows: list[int], running: list[Candidate]) -> Tensor:

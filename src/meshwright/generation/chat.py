@@ -207,12 +207,13 @@ class Chat:
         if name not in usages:
             hint = did_you_mean(name, usages) or "; /help lists the commands"
             raise UserError(f"unknown command /{name}{hint}; // sends a text that begins with /")
+        usage = usages[name]
         words = words.strip()
-        takes_words = len(usages[name].split()) > 1
+        takes_words = " " in usage
         # /system shows what is set, and /set has a message of its own.
         needs_words = takes_words and name not in ("system", "set")
         if (needs_words and not words) or (words and not takes_words):
-            raise UserError(f"/{usages[name]}: {COMMANDS[usages[name]]}")
+            raise UserError(f"/{usage}: {COMMANDS[usage]}")
         run: Callable[..., None] = getattr(self, f"do_{name}")
         run(words) if takes_words else run()
 
@@ -270,7 +271,8 @@ class Chat:
             raise UserError(f"{name}: {error}") from None
         if name == "seed":
             # The answers are counted anew, so that the same inputs get the same answers.
-            self.seed, self.answers = new, 0
+            self.seed = new
+            self.answers = 0
             return
         options = dataclasses.replace(self.options, **{target: new})
         if problem := Request([0], options).problem():

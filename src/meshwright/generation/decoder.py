@@ -84,7 +84,9 @@ class Decoder:
     ) -> None:
         if slots < 1:
             raise UserError(f"a decoder needs slots; {slots} are given")
-        self.model, self.slots, self.eod = model, slots, model.tokenizer.eod
+        self.model = model
+        self.slots = slots
+        self.eod = model.tokenizer.eod
         self.length = min(length or model.seq_length, model.seq_length)
         self.device = model.device
         self.cache = Cache(slots + 1, self.length)  # the last slot is for padding rows
@@ -142,7 +144,8 @@ class Decoder:
         self._queue = deque(row for row in self._queue if not row.is_done)
 
     def _finish(self, row: DecoderRow) -> None:
-        row.is_done, row.left = True, 0
+        row.is_done = True
+        row.left = 0
         # A row in the queue has no slot yet. Of several calls for a row only the first frees its
         # slot, which may belong to another row by the second.
         if row.slot >= 0 and self._rows.pop(row.slot, None) is not None:
@@ -204,7 +207,7 @@ class Decoder:
 
     def _prefill(self, rows: list[DecoderRow]) -> Pending:
         """Read the rows' prompts into the cache, and choose their first tokens."""
-        slots = self.state.send(torch.tensor([row.slot for row in rows]))
+        slots = self.state.send([row.slot for row in rows])
         echoes: list[Outputs] = []
         if rows[0].request.options.recompute:
             logits = self._recompute(rows, echoes)
@@ -233,29 +236,36 @@ class Decoder:
         logits_of_rows: list[Tensor] = []
         done = 0  # rows whose prompts are read to their ends: the first ones
         for start in range(0, longest, chunk):
-            parts = [row.prompt[start : start + chunk] for row in rows[done:]]
+            # The rows that have tokens in this chunk, padded behind their ends.
+            left = rows[done:]
+            end = start + chunk
+            parts = [row.prompt[start:end] for row in left]
             width = max(map(len, parts))
             padded = [part + [0] * (width - len(part)) for part in parts]
-            tokens = self.state.send(torch.tensor(padded))
-            ends = self.state.send(torch.tensor([len(part) - 1 for part in parts]))
+            tokens = self.state.send(padded)
+            ends = self.state.send([len(part) - 1 for part in parts])
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
-            where = Positions(cached=ContinuedTexts(self.cache, slots[done:], used, seen, ends))
-            logits = self.model.forward(tokens, where, last_only=not echo)[..., : self.state.vocab]
+            texts = ContinuedTexts(self.cache, slots[done:], used, seen, ends)
+            logits = self.model.forward(tokens, Positions(cached=texts), last_only=not echo)
+            logits = logits[..., : self.state.vocab]
             if echo:
                 self._echo(logits[0], rows[0], start, echoes)
                 logits = logits[:, -1:]
-            ended = sum(len(row.prompt) <= start + chunk for row in rows[done:])
+            # Prompts that end here; they are the first ones, since the shortest come first.
+            ended = sum(len(row.prompt) <= end for row in left)
             logits_of_rows.append(logits[:ended, 0])
             done += ended
         return torch.cat(logits_of_rows)
 
     def _echo(self, logits: Tensor, row: DecoderRow, start: int, echoes: list[Outputs]) -> None:
         """Score the prompt's tokens that follow `start` by the logits [T, V] of a chunk."""
-        tokens = row.prompt[start + 1 : start + 1 + len(logits)]
-        if tokens:  # the prompt's last token may be alone in a chunk, with nothing behind it
+        first = start + 1
+        tokens = row.prompt[first : first + len(logits)]
+        # The prompt's last token may be alone in a chunk, with nothing behind it.
+        if tokens:
+            sent = self.state.send(tokens)
             k = row.request.logprobs or 0
-            sent = self.state.send(torch.tensor(tokens))
             echoes.append(score_tokens(logits[: len(tokens)], sent, k))
 
     def _recompute(self, rows: list[DecoderRow], echoes: list[Outputs] | None = None) -> Tensor:
@@ -263,7 +273,7 @@ class Decoder:
         logits_of_rows = []
         for row in rows:
             echo = echoes is not None and wants_scored_prompt(row.request)
-            tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
+            tokens = self.state.send([row.prompt + row.tokens])
             logits = self.model.forward(tokens, Positions(), last_only=not echo)
             logits = logits[0, :, : self.state.vocab]
             if echo and echoes is not None:
@@ -279,20 +289,25 @@ class Decoder:
         if self.steps is not None and not again:
             longest = max(row.length for row in rows)
             kind, k = self._wanted(rows)
-            return self._collect(rows, self.steps.run([row.slot for row in rows], longest, kind, k))
-        slots = s.send(torch.tensor([row.slot for row in rows + again]))
+            outputs = self.steps.run([row.slot for row in rows], longest, kind, k)
+            return self._collect(rows, outputs)
+        slots = s.send([row.slot for row in rows + again])
         logits = []
+        # Rows with a cache by their last tokens, the others by their whole texts.
         if rows:
             cached = slots[: len(rows)]
             seen = min(self.cache.room, max(row.length for row in rows))
-            where = Positions(cached=ContinuedTexts(self.cache, cached, s.used[cached], seen))
-            logits.append(self.model.forward(s.token[cached][:, None], where)[:, 0, : s.vocab])
+            texts = ContinuedTexts(self.cache, cached, s.used[cached], seen)
+            tokens = s.token[cached][:, None]
+            of_rows = self.model.forward(tokens, Positions(cached=texts))
+            logits.append(of_rows[:, 0, : s.vocab])
         if again:
             logits.append(self._recompute(again))
         # A row that has ended on the device stays at its length.
         s.used[slots] += s.active[slots]
         rows = rows + again
-        return self._collect(rows, self._choose(rows, slots, torch.cat(logits)))
+        outputs = self._choose(rows, slots, torch.cat(logits))
+        return self._collect(rows, outputs)
 
     def _choose(self, rows: list[DecoderRow], slots: Tensor, logits: Tensor) -> Outputs:
         """Choose the rows' next tokens from logits [B, V]."""
@@ -301,7 +316,8 @@ class Decoder:
 
     def _wanted(self, rows: list[DecoderRow]) -> tuple[ChoiceParts, int]:
         """Count a token for each row; return what its choice needs, and -1 or `score`'s k."""
-        kind, k = ChoiceParts(), -1
+        kind = ChoiceParts()
+        k = -1
         for row in rows:
             # Rows are mostly of one kind, and the comparison is cheaper than the union.
             if row.kind != kind:

@@ -19,7 +19,9 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import gap
 
-USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+USER = "user"
+ASSISTANT = "assistant"
+SYSTEM = "system"
 
 
 @dataclass
@@ -48,7 +50,8 @@ class Dialogue:
 
     def reset(self) -> None:
         """Forget all turns; what the system says stays."""
-        self.turns, self.left_out = [], 0
+        self.turns = []
+        self.left_out = 0
 
     def undo(self) -> str | None:
         """Remove the last input with its answer, and return it; None if there is none."""
@@ -105,10 +108,14 @@ class Dialogue:
         self.left_out = max(0, len(ids) - room)
         if not self.left_out:
             return ids
-        head = self.tokenizer.encode(f"{self.system}\n") if self.system else []
+        head = []
+        if self.system:
+            head = list(self.tokenizer.encode(f"{self.system}\n"))
         # System words that would fill half of the room are left out like other text.
-        kept = list(head) if len(head) < room // 2 else []
-        return kept + ids[len(ids) - room + len(kept) :]
+        if len(head) >= room // 2:
+            head = []
+        begin = self.left_out + len(head)
+        return head + ids[begin:]
 
     def encode_from(self, first: int) -> list[int]:
         """Return the prompt of the turns from this one on, as the template writes them."""
@@ -143,7 +150,9 @@ class Dialogue:
     def load(self, path: Path) -> None:
         """Replace the turns by a file's: {"messages": [...]}, or the list alone."""
         system, turns = read_dialogue(path)
-        self.system, self.turns, self.left_out = system, turns, 0
+        self.system = system
+        self.turns = turns
+        self.left_out = 0
 
 
 def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:

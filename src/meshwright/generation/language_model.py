@@ -256,7 +256,8 @@ def check_model(
     layout: Layout = ONE_RANK,
 ) -> CheckedModel:
     """Refuse later versions' models, and flags, a vocabulary or a layout that do not fit."""
-    source, where = saved.source, saved.source.folder
+    source = saved.source
+    where = saved.source.folder
     positions = saved.require_positions()
     if later := check_values.planned_values(TrainConfig(model=saved.model)):
         heading = f"{plain(where)} holds a model that this version cannot run:"

@@ -48,7 +48,8 @@ def read_prompt_file(path: str, usual: Prompt) -> list[Prompt]:
     text = read_prompt_text(path, "--prompts")
     if not text.lstrip().startswith("{"):
         return prompts_of_lines(text, usual)
-    prompts, faults = [], []
+    prompts = []
+    faults = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -79,7 +79,8 @@ def serve_ranks(
     folders: Sequence[str] = (),
 ) -> None:
     """Load this rank's part of each folder's model and call `work` on rank 0; the others follow."""
-    p, settings = c.parallel, flags.to_dict(c)
+    p = c.parallel
+    settings = flags.to_dict(c)
     require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
     tp, pp, cp = (
         p.tensor_model_parallel_size,

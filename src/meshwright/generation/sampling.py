@@ -93,15 +93,21 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     # A stable sort leaves equal logits in the order of their ids on every device.
     ordered, ids = logits.sort(stable=True, descending=True)
 
-    last = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab) - 1
-    drop = ordered < ordered.gather(-1, last[:, None])
+    # Those below the k-th largest.
+    count = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    last = count[:, None] - 1
+    drop = ordered < ordered.gather(-1, last)
     probabilities = ordered.masked_fill(drop, -INF).softmax(-1)
 
-    p = torch.where(top_p > 0, top_p, INF)[:, None]
     # The sum of the likelier tokens, without the token itself: the one that passes p stays.
-    drop |= (probabilities.cumsum(-1) - probabilities > p) | (
-        probabilities < min_p[:, None] * probabilities[:, :1]
-    )
+    p = torch.where(top_p > 0, top_p, INF)
+    likelier = probabilities.cumsum(-1) - probabilities
+    drop |= likelier > p[:, None]
+    # Those of less than a share of the likeliest one's probability, which comes first.
+    least = min_p[:, None] * probabilities[:, :1]
+    drop |= probabilities < least
+
+    # Back from the order of probabilities to that of ids.
     drop_by_id = torch.zeros_like(drop).scatter(-1, ids, drop)
     return logits.masked_fill(drop_by_id, -INF)
 
@@ -123,7 +129,8 @@ def sample_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tens
         return best
     is_sampled = c.temperature > 0
     # Greedy rows of the batch are computed with temperature 1 and dropped at the end.
-    scaled = apply_temperature(logits.double(), torch.where(is_sampled, c.temperature, 1.0))
+    temperature = torch.where(is_sampled, c.temperature, 1.0)
+    scaled = apply_temperature(logits.double(), temperature)
     if kind.filtered:
         scaled = filter_logits(scaled, c.top_k, c.top_p, c.min_p)
     drawn = (scaled + gumbel(c.key, position, logits.shape[-1])).argmax(-1)

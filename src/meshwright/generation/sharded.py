@@ -96,9 +96,11 @@ class ShardedModel:
 
     @torch.inference_mode()
     def _score(self, ranges: Tensor, *tensors: Tensor) -> Tensor:
+        # Three tensors a micro-batch, as `score` sends them.
         batches = []
-        for i, count in enumerate(ranges.tolist()):
-            tokens, labels, counted = tensors[3 * i : 3 * i + 3]
-            batches.append(WindowBatch(tokens, labels, counted.bool(), count))
-        losses = score_part(self.model, self.model.parts[0].vocab, batches)
+        left = iter(tensors)
+        for count in ranges.tolist():
+            batches.append(WindowBatch(next(left), next(left), next(left).bool(), count))
+        (part,) = self.model.parts
+        losses = score_part(self.model, part.vocab, batches)
         return self.calls.sum(losses.cpu())

@@ -83,20 +83,20 @@ class SlotState:
     def admit(self, rows: list[DecoderRow]) -> None:
         """Describe new rows, whose prompts will be read next."""
         # All rows go to the device in two copies, one of integers and one of floats.
-        words = [self.words_of(row) for row in rows]
-        slots, used, limit, top_k, key, token, *pairs = self.send(
-            torch.tensor(words).T.contiguous()
-        )
+        words = torch.tensor([self.words_of(row) for row in rows])
+        columns = devices.send(words.T.contiguous(), self.device)
+        slots, used, limit, top_k, key, token, *pairs = columns
         self.used[slots] = used
         self.limit[slots] = limit
         self.top_k[slots] = top_k
         self.key[slots] = key
         self.token[slots] = token
         self.avoid[:, slots] = torch.stack(pairs)
-        numbers = [numbers_of(row.request) for row in rows]
-        self.numbers[:, slots] = self.send(torch.tensor(numbers, dtype=torch.float64).T)
+        numbers = torch.tensor([numbers_of(row.request) for row in rows], dtype=torch.float64)
+        self.numbers[:, slots] = devices.send(numbers.T, self.device)
         self.active[slots] = limit > used
 
+        # Memory of slots x vocabulary is taken only when a request has such a penalty.
         table = len(self.token), self.vocab
         if self.seen is None and any(row.kind.penalised for row in rows):
             self.seen = torch.zeros(table, dtype=torch.bool, device=self.device)
@@ -108,7 +108,7 @@ class SlotState:
         if self.seen is not None:
             self.seen[slots] = False
             for row in rows:
-                self.seen[row.slot, self.send(torch.tensor(row.prompt))] = True
+                self.seen[row.slot, self.send(row.prompt)] = True
 
     def words_of(self, row: DecoderRow) -> list[int]:
         """Return the integers of a row, in the order in which `admit` takes them apart."""
@@ -128,8 +128,8 @@ class SlotState:
         temperature, top_p, min_p = self.numbers[: MIN_P + 1, slots]
         return Controls(temperature, top_p, min_p, self.top_k[slots], self.key[slots])
 
-    def send(self, x: Tensor) -> Tensor:
-        return devices.send(x, self.device)
+    def send(self, x: list[int] | list[list[int]]) -> Tensor:
+        return devices.send(torch.tensor(x), self.device)
 
 
 @dataclass
@@ -149,14 +149,18 @@ class Outputs:
         assert self.values is not None and self.ids is not None
         ids = self.ids[i, :k].tolist()
         values = self.values[i, :k].tolist()
-        return float(self.logprobs[i]), list(zip(ids, values, strict=True))
+        top = list(zip(ids, values, strict=True))
+        return float(self.logprobs[i]), top
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
     """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
     logprobs = upcast(logits).log_softmax(-1)
-    values, ids = logprobs.topk(min(k, logprobs.shape[-1]), -1)
-    own = logprobs.gather(-1, tokens[:, None])[:, 0]
+    # A vocabulary may have fewer tokens than are asked for.
+    most = min(k, logprobs.shape[-1])
+    values, ids = logprobs.topk(most, -1)
+    own = logprobs.gather(-1, tokens[:, None])
+    own = own.squeeze(1)
     return Outputs(tokens, own, values, ids)
 
 
@@ -192,21 +196,27 @@ def choose_next(
         decayed = torch.maximum(top_p * decay, s.numbers[TOP_P_FLOOR, slots])
         # A row that does not decay keeps its top_p, which is off at 0 and must not be raised.
         s.numbers[TOP_P, slots] = torch.where(decay < 1, decayed, top_p)
-    s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
+    has_room = position + 1 < s.limit[slots]
+    s.active[slots] = active & is_finite & (new != eod) & has_room
 
-    outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
+    # What is reported in the place of a token: that its logits were bad, or that its row had ended.
+    reported = torch.where(is_finite, new, BAD)
+    outputs.tokens = torch.where(active, reported, NONE)
     return outputs
 
 
 def penalise_rows(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts) -> Tensor:
     """Return the logits [B, V] after forbidden pairs and penalties, as far as a row has them."""
     if kind.avoiding:
-        last, never = s.avoid[:, slots]
-        is_never = torch.arange(s.vocab, device=logits.device) == never[:, None]
-        follows_last = (s.token[slots] == last)[:, None]
-        logits = logits.masked_fill(is_never & follows_last, float("-inf"))
+        # A pair of tokens (last, never): the second must not follow the first.
+        last, never = s.avoid[:, slots].unsqueeze(2)
+        tokens = torch.arange(s.vocab, device=logits.device)
+        follows_last = s.token[slots, None] == last
+        is_forbidden = (tokens == never) & follows_last
+        logits = logits.masked_fill(is_forbidden, float("-inf"))
     if kind.penalised and s.seen is not None:
-        logits = sampling.penalise(logits, s.seen[slots], s.numbers[REPETITION, slots])
+        penalty = s.numbers[REPETITION, slots]
+        logits = sampling.penalise(logits, s.seen[slots], penalty)
     if kind.counting and s.counts is not None:
         presence = s.numbers[PRESENCE, slots]
         frequency = s.numbers[FREQUENCY, slots]

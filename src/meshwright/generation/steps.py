@@ -39,7 +39,10 @@ class CapturedSteps:
     """The steps of one decoder."""
 
     def __init__(self, model: GPT, cache: Cache, state: SlotState, eod: int) -> None:
-        self.model, self.state, self.cache, self.eod = model, state, cache, eod
+        self.model = model
+        self.state = state
+        self.cache = cache
+        self.eod = eod
         self.step = DecodeStep(model, cache)
         self.captures = state.device.type == devices.NVIDIA
         self.slots: dict[int, torch.Tensor] = {}  # by rows
@@ -55,14 +58,17 @@ class CapturedSteps:
     def run(self, slots: list[int], longest: int, kind: ChoiceParts, k: int) -> Outputs:
         """Advance the rows of these slots, whose texts have at most `longest` tokens."""
         rows = power_of_2(len(slots))
-        longest = min(max(SHORTEST_TEXT, power_of_2(longest)), self.cache.room)
+        longest = max(SHORTEST_TEXT, power_of_2(longest))
+        longest = min(longest, self.cache.room)
         names = self.pad(slots, rows)
         # Most steps advance the same slots as the step before, and copy nothing.
         if self.names.get(rows) != names:
-            new = self.state.send(torch.tensor(names))
+            new = self.state.send(names)
             # A graph reads its slots where they were when it was captured.
-            self.slots.setdefault(rows, torch.empty_like(new)).copy_(new)
+            buffer = self.slots.setdefault(rows, torch.empty_like(new))
+            buffer.copy_(new)
             self.names[rows] = names
+        # -1 and 0 are kinds of their own: no log-probabilities, and the token's alone.
         key = rows, longest, kind, k if k < 1 else power_of_2(k)
         outputs: Outputs = self.call(key, lambda: self.advance(*key))
         return outputs
@@ -83,12 +89,16 @@ class CapturedSteps:
             return None
         # Slots, ends and tokens are one tensor, which goes to the device in one copy.
         lines = []
-        padding = [[0]] * (rows - len(slots))
-        for name, prompt in zip(self.pad(slots, rows), prompts + padding, strict=True):
-            lines.append([name, len(prompt) - 1, *prompt, *[0] * (width - len(prompt))])
-        new = self.state.send(torch.tensor(lines))
-        prompt_buffer = self.prompts.setdefault((rows, width), torch.empty_like(new)).copy_(new)
-        logits: torch.Tensor = self.call((rows, width), lambda: self.read_buffer(prompt_buffer))
+        prompts = prompts + [[0]] * (rows - len(slots))
+        for name, prompt in zip(self.pad(slots, rows), prompts, strict=True):
+            behind = [0] * (width - len(prompt))
+            lines.append([name, len(prompt) - 1, *prompt, *behind])
+        new = self.state.send(lines)
+        # A graph reads its prompts where they were when it was captured.
+        key = rows, width
+        prompt_buffer = self.prompts.setdefault(key, torch.empty_like(new))
+        prompt_buffer.copy_(new)
+        logits: torch.Tensor = self.call(key, lambda: self.read_buffer(prompt_buffer))
         return logits[: len(slots)]
 
     def read_buffer(self, prompt_buffer: torch.Tensor) -> torch.Tensor:
@@ -103,15 +113,18 @@ class CapturedSteps:
         return logits[:, 0, : self.state.vocab]
 
     def advance(self, rows: int, longest: int, kind: ChoiceParts, k: int) -> Outputs:
-        s, slots = self.state, self.slots[rows]
+        s = self.state
+        slots = self.slots[rows]
         logits = self.step(s.rows, slots, longest)
         changes_logits = kind.filtered or kind.penalised or kind.counting or kind.avoiding
         if not changes_logits and k < 0:
             # One kernel does all of the choice, and advances the rows too.
             draws = s.draws if kind.sampled else None
             return Outputs(choose_tokens(logits, s.vocab, slots, s.rows, self.eod, draws))
+        # The step has added a token's keys and values to each row that goes on.
         s.used[slots] += s.active[slots]
-        return choose_next(s, slots, logits[:, : s.vocab], kind, k, self.eod)
+        logits = logits[:, : s.vocab]
+        return choose_next(s, slots, logits, kind, k, self.eod)
 
     def call(self, key: Key, function: Callable[[], Any]) -> Any:
         """Run a function: as it is a thread's first time, and captured from the second time on."""

@@ -21,7 +21,7 @@ from meshwright.kernels.references import reference, upcast
 def activate(kind: str, u: Tensor, bias: Tensor | None = None) -> Tensor:
     """Map u [..., F], or (gate, up) [..., 2F] of a gated kind, to [..., F].
 
-    u includes the bias, but not as an input of its gradient: that is this function's.
+    The product before has added the bias to u, detached; the bias gets its gradient here.
     """
     return _Activate.apply(u, bias, kind)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -42,21 +42,18 @@ class _Activate(torch.autograd.Function):
         return du, of_bias, None
 
 
-def _input(kind: str, u: Tensor, *_: Any) -> Tensor:
-    return u
-
-
-@reference("activation.forward", of=_input)
+@reference("activation.forward", of=lambda kind, u, *_: u)
 def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     a = plain(kind, halves(kind, upcast(u))).to(u.dtype)
     return a if into is None else into.fill(a)
 
 
-@reference("activation.backward", of=_input)
+@reference("activation.backward", of=lambda kind, u, *_: u)
 def backward(
     kind: str, u: Tensor, grad: Tensor, summed: bool, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
+    # Autograd differentiates torch's own activation, which keeps the reference simple.
     with torch.enable_grad():
         x = upcast(u.detach()).requires_grad_()
         a = plain(kind, halves(kind, x))

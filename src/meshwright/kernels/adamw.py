@@ -27,8 +27,8 @@ from meshwright.kernels.references import reference
 BLOCK = 128
 KIND_BITS = 4
 KINDS = 1 << KIND_BITS
-# Elements of a decision, float32 [37]. FINITE is 1 or 0: without it, nothing changes. From OF_KINDS
-# on, a decay and a step size for each kind.
+# Elements of a decision, float32 [37]. FINITE is 1, or 0 in a step that must change nothing. From
+# OF_KINDS on, a decay and a step size for each kind.
 NORM, SHRINK, FINITE, FACTOR, INVERSE_ROOT, OF_KINDS = range(6)
 DECISION = OF_KINDS + 2 * KINDS
 
@@ -90,7 +90,8 @@ def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
         source = (blocks + r.begin // BLOCK) * KINDS + r.kind
         target = blocks + r.target // BLOCK
         rows.append(torch.stack([source, target]))
-    return torch.cat(rows, 1).to(device, torch.int32)
+    table = torch.cat(rows, 1)
+    return table.to(device, torch.int32)
 
 
 @reference("adamw.sum_squares")
@@ -105,8 +106,8 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     """Count a step if the norm and the loss are finite; return the decision.
 
     `numbers` are tensors []: the sum of squared gradients, the loss, and as float64 the learning
-    rate, the weight decay and the loss scale, which the gradients still hold. `step` is Adam's t,
-    float32 [].
+    rate, the weight decay and the loss scale, by which the gradients are still multiplied. `step`
+    is Adam's t, float32 [].
     """
     total, loss, lr, weight_decay, scale = (x.double() for x in numbers)
     log1, log2, clip = constants[:3]
@@ -116,12 +117,21 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     # Adam's corrections, from beta^t = exp(t log beta).
     t = step.double().clamp(min=1.0)  # 0 if no step was finite yet
     correction1 = 1 - (t * log1).exp()
-    root = (1 - (t * log2).exp()).rsqrt()
+    correction2 = 1 - (t * log2).exp()
     # The decay and the step size of each kind.
     rates = lr * rate
     decays = rates * (weight_decay * decay)
     of_kinds = torch.stack([decays, rates / correction1], 1)
-    of_all = torch.stack([norm, shrink, is_finite.double(), shrink / scale, root])
+    # In the order of NORM, SHRINK, FINITE, FACTOR and INVERSE_ROOT.
+    of_all = torch.stack(
+        [
+            norm,
+            shrink,
+            is_finite.double(),
+            shrink / scale,
+            correction2.rsqrt(),
+        ]
+    )
     return torch.cat([of_all, of_kinds.view(-1)]).float()
 
 
@@ -152,6 +162,7 @@ def update_blocks(
     g = buffers.gradients.view(-1, BLOCK)[blocks] * decision[FACTOR]
     factors = decay[:, None], size[:, None], decision[INVERSE_ROOT]
     master[blocks], m, v = advance(master[blocks], g, old, settings, *factors)
+    # One draw of 32 bits rounds both moments.
     if draws is not None:
         first, second = moments.halves(moments.draw_blocks(draws))
         m = moments.rounded(m, stored[0].dtype, first)
@@ -179,6 +190,7 @@ def advance(
     m = state[0].lerp(gradient, 1 - constants.beta1)
     v = (state[1] * constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
     update = m / v.sqrt().mul_(root).add_(constants.eps)
+    # The decay is of the weight before the update, as AdamW has it.
     decayed = weight * decay
     if constants.is_cautious:
         decayed = torch.where(update * weight >= 0, decayed, 0.0)

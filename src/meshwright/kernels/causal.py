@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # queries
-SCORES = 1 << 22  # of a block that are held at once, if that is no less than a sample's
-LENGTHS = range(64, 1025)  # for which it is faster
+SCORES = 1 << 22  # scores of a block that are held at once, but at least one sample's
+LENGTHS = range(64, 1025)  # of sequences, where this is faster than torch's kernel
 
 
 @functools.cache
@@ -61,10 +61,11 @@ class _Causal(torch.autograd.Function):
             offsets = largest[samples].flatten(0, 1)
             for rows, seen in scores.blocks:
                 queries = by_head(q[samples, rows], n)
+                seen_keys = keys[:, seen]
                 # The first product of the two: only for the largest score of each query.
-                found = scores.of(queries, keys[:, seen])
+                found = scores.of(queries, seen_keys)
                 torch.amax(found, -1, keepdim=True, out=offsets[:, rows])
-                p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
+                p = scores.probabilities(queries, seen_keys, offsets[:, rows])
                 put_by_token(o[samples, rows], p @ values[:, seen])
         ctx.save_for_backward(q, k, v, largest)
         return o
@@ -73,7 +74,10 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, largest = ctx.saved_tensors
         n = q.shape[2]
-        of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
+        of_q = q.new_empty(q.shape)
+        of_k = k.new_empty(k.shape)
+        of_v = v.new_empty(v.shape)
+        # Scores and their gradients, each in a memory of its own.
         scores = ScoreBlocks(q)
         gradients = ScoreBlocks(q)
         for samples in scores.samples:
@@ -86,15 +90,17 @@ class _Causal(torch.autograd.Function):
             for rows, seen in reversed(scores.blocks):
                 first = seen.stop == q.shape[1]
                 queries = by_head(q[samples, rows], n)
+                seen_keys = keys[:, seen]
+                p = scores.probabilities(queries, seen_keys, offsets[:, rows])
+                # Through the product with the values.
                 do = by_head(grad[samples, rows], n)
-                p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
                 dp = torch.bmm(do, values[:, seen].mT, out=gradients.room(p.shape))
                 add_product(dv[:, seen], p.mT, do, 1.0, first)
                 # In place of dp, which nothing reads again.
                 ds = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
                 add_product(dk[:, seen], ds.mT, queries, scores.scale, first)
                 dq = torch.empty_like(queries)
-                add_product(dq, ds, keys[:, seen], scores.scale, True)
+                add_product(dq, ds, seen_keys, scores.scale, True)
                 put_by_token(of_q[samples, rows], dq)
             put_by_token(of_k[samples], dk)
             put_by_token(of_v[samples], dv)
@@ -119,10 +125,12 @@ class ScoreBlocks:
         self.blocks = []
         for begin in range(0, t, size):
             end = begin + size
-            self.blocks.append((slice(begin, end), slice(min(end, t))))
+            seen = slice(min(end, t))
+            self.blocks.append((slice(begin, end), seen))
         self.memory = q.new_empty(together * sample_scores)
         # Added to the scores of a block's own keys, which hides those after each query.
-        self.later = q.new_full((size, size), float("-inf")).triu(1)
+        later = q.new_full((size, size), float("-inf"))
+        self.later = later.triu(1)
 
     def room(self, shape: Sequence[int]) -> Tensor:
         return self.memory[: torch.Size(shape).numel()].view(shape)
@@ -159,7 +167,9 @@ def put_by_token(whole: Tensor, part: Tensor) -> None:
     b, t, groups, d = whole.shape
     each = part.view(b, groups, -1, t, d)
     # A sum over one head would be another pass over memory.
-    by_group = each[:, :, 0] if each.shape[2] == 1 else each.sum(2)
+    by_group = each[:, :, 0]
+    if each.shape[2] > 1:
+        by_group = each.sum(2)
     whole.copy_(by_group.transpose(1, 2))
 
 

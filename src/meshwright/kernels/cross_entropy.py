@@ -47,6 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.vocab = vocab
         ctx.used = False
+        # Without a z-loss the normalisers have no gradient, and get None in place of zeros.
         ctx.set_materialize_grads(False)
         lse, picked = log_sum_exp(logits, labels, vocab)
         if combine is not None:
@@ -83,11 +84,14 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
     for rows in portions(logits):
         x = upcast(logits[rows, :vocab])
         index, is_label = at_labels(labels[rows], vocab)
-        picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
+        of_label = x.gather(1, index).squeeze(1)
+        picked.append(of_label.where(is_label, 0.0))
+        # Less the largest, so that no exponential overflows. In place where x is a copy: the logits
+        # themselves are still needed.
         high = x.amax(-1, keepdim=True)
-        # In place where x is a copy: the logits themselves are still needed.
         shifted = x - high if x.dtype is logits.dtype else x.sub_(high)
-        lses.append(shifted.exp_().sum(-1).log_() + high.squeeze(1))
+        total = shifted.exp_().sum(-1)
+        lses.append(total.log_() + high.squeeze(1))
     return torch.cat(lses), torch.cat(picked)
 
 
@@ -115,6 +119,7 @@ def overwrite(
         p.mul_(grad[rows, None])
         if more is not None:
             p.add_(more)
+        # Back into the logits, if p is a copy; the padding gets no gradient.
         if p.dtype is not x.dtype:
             x[:, :vocab] = p
         x[:, vocab:] = 0

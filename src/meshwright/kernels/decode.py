@@ -100,7 +100,9 @@ def choose_tokens(
         scaled = logits.double() / divisor[:, None]
         drawn = (scaled + gumbel(draws.key[slots], position, vocab)).argmax(-1)
         new = torch.where(temperature > 0, drawn, new)
-    state.token[slots], state.used[slots] = new, position
+    state.token[slots] = new
+    state.used[slots] = position
+    # A row that has ended is computed on with the others, and reports nothing.
     has_room = position + 1 < state.limit[slots]
     state.active[slots] = active & is_finite & (new != eod) & has_room
     reported = torch.where(is_finite, new, BAD)
@@ -129,10 +131,11 @@ linear_of_row = reference("decode.linear_of_row")(linear_of_rows)
 
 def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
     """Return activation(x W^T + bias) of several rows."""
-    if layer.kind == "gelu-tanh" and layer.bias is not None and x.device.type == NVIDIA:
-        # cuBLAS does all of it in one kernel.
-        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
-    u = F.linear(x, layer.weight, layer.bias)
+    bias = layer.bias
+    # cuBLAS does all of it in one kernel.
+    if layer.kind == "gelu-tanh" and bias is not None and x.device.type == NVIDIA:
+        return torch._addmm_activation(bias, x, layer.weight.t(), use_gelu=True)
+    u = F.linear(x, layer.weight, bias)
     return activation.forward(layer.kind, u)
 
 
@@ -153,6 +156,7 @@ def attend(
         angles = cos[used][:, None, None], sin[used][:, None, None]
         q = rotate(q, angles)
         k = rotate(k, angles)
+    # Each row's new place is behind its last one.
     texts.keys[slots, used] = k[:, 0]
     texts.values[slots, used] = v[:, 0]
     # Attend to the longest row's keys; each row sees its own, up to the new one.

@@ -32,13 +32,15 @@ def _mix_int64(x: Tensor) -> Tensor:
 def uniforms(key: Tensor, position: Tensor, count: int) -> Tensor:
     """Return numbers [B, count] in (0, 1), float64, for the tokens that may take this position."""
     row = _mix_int64(key + position * _signed(0x9E3779B97F4A7C15))
-    tokens = torch.arange(count, device=key.device) * _signed(0xD1342543DE82EF95)
+    tokens = torch.arange(count, device=key.device)
+    tokens = tokens * _signed(0xD1342543DE82EF95)
     bits = _mix_int64(row[:, None] + tokens)
     # The middle of one of 2^52 intervals, which float64 holds exactly: never 0 nor 1.
-    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
+    middle = _shift(bits, 12).double() + 0.5
+    return middle * 2.0**-52
 
 
 def gumbel(key: Tensor, position: Tensor, count: int) -> Tensor:
-    """Return Gumbel variables [B, count], float64: -log(exponential variable), -log(1 - u)."""
+    """Return Gumbel variables [B, count], float64: -log(e) of exponential ones, e = -log(1 - u)."""
     exponential = -(1 - uniforms(key, position, count)).log()
     return -exponential.log()

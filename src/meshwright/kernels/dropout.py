@@ -68,7 +68,7 @@ def as_int32(x: Tensor) -> Tensor:
 
 
 def at_sites(rows: Tensor, count: int) -> Tensor:
-    """Return the rows' hashes at sites 0 to count - 1, [count, *rows.shape], without the host."""
+    """Return the rows' hashes at sites 0 to count - 1, [count, *rows.shape]."""
     sites = torch.arange(count, device=rows.device).view(-1, *[1] * rows.ndim)
     return at_site(rows, sites)
 
@@ -87,7 +87,7 @@ def keep(rows: Tensor, columns: int, p: float) -> Tensor:
     column = shuffled(column - 0x61C88647)
     column = column ^ (column >> 16 & 0xFFFF)
     hashes = shuffled(rows.unsqueeze(-1) + column)
-    # The share p of all signed numbers of 32 bits lies below.
+    # A share p of all signed 32-bit numbers lies below this one.
     threshold = round(p * 2**32) - 2**31
     return hashes >= threshold
 

@@ -35,6 +35,7 @@ class _Embedding(torch.autograd.Function):
         main_grad = gradients.main_grad_of(ctx.parameter)
         assert main_grad is not None
         total, adds = main_grad.begin()
+        # Rows of tokens that do not occur must be 0 too.
         if not adds:
             total.zero_()
         add_rows(total, ids.flatten(), grad.reshape(-1, grad.shape[-1]))

@@ -11,9 +11,10 @@ the largest absolute values (amax) of earlier steps,
     scale = largest number / amax / 2^margin
 
 so the cast reads a tensor only once. Weights take their own amax, because those that start at zero
-double in a step. So does the first use of another tensor in each step until it was not all zeros:
-projections that start at zero make most gradients of the first steps zero. Formats are e4m3 (4 bits
-of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
+double in a step. Other tensors take their own at their first use, anew in each step until they are
+not all zeros: projections that start at zero make most gradients of the first steps zero. Formats
+are e4m3 (4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits,
+57,344).
 
 torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
 each tensor, and the transposed input, a byte a number, is all that is kept for backward. Where
@@ -29,7 +30,8 @@ than bfloat16. Infinities become NaN, so that no overflow is hidden.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,13 +39,15 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
-from meshwright.kernels.gradients import from_rows, main_grad_of
+from meshwright.kernels.gradients import main_grad_of, of_bias
 from meshwright.kernels.references import is_triton, launcher, reference
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
+# torch._scaled_mm takes only multiples of this for the dimension that it sums over, and for the
+# other one of its second factor.
+MULTIPLE = 16
 ROLES = ("input", "weight", "gradient")
 BEGINNING = 100  # steps in which a tensor that was all zeros may choose its first scale again
 Rest = TypeVar("Rest")
@@ -119,9 +123,10 @@ def transpose_into(q: Tensor, transposed: Tensor) -> None:
 
 
 def empty_casts(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_transposed: bool
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, is_transposed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return memory for both layouts of a matrix [N, C]."""
+    # The transposed matrix is a factor of dW, whose sum is over its N columns.
     n, c = shape
     padded = -(-n // MULTIPLE) * MULTIPLE
     transposed = torch.empty(c, padded, dtype=dtype, device=device) if is_transposed else None
@@ -139,7 +144,7 @@ def multiply(
 ) -> Tensor:
     """Return a [M, K] @ b [N, K]^T times both scales, plus bias; a CPU computes it in float32.
 
-    `is_fast` lets the GPU round partial sums, which the weights' long sums over tokens forbid.
+    `is_fast` lets the GPU round partial sums; the gradients of weights are sums too long for that.
     """
     if devices.has_kernels(a.device):
         return torch._scaled_mm(
@@ -156,7 +161,7 @@ class Scales:
     """The scales of all tensors that a network multiplies in fp8, and their amaxes.
 
     `combine`, if set, replaces amaxes by their maximum over the processes that share the layers.
-    All tensors lie 16 bytes apart, as torch._scaled_mm demands of scales.
+    All of these numbers lie 16 bytes apart, as torch._scaled_mm demands of scales.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -168,8 +173,9 @@ class Scales:
         self.weight_casts: Any = None  # a table for Triton, once there is one
 
     def add(self, names: Iterable[str]) -> dict[str, Fp8Product]:
-        """Allocate the tensors of the named linear maps, and return these."""
-        # Three slots a linear map: its input, its weight, the gradient of its output.
+        """Allocate the numbers of the named linear maps, and return their products by name."""
+        # A linear map has three slots: its input, its weight, the gradient of its output.
+        device = self.device
         largest: list[float] = []
         for name in names:
             self.products.append(Fp8Product(self, name, len(largest)))
@@ -177,18 +183,20 @@ class Scales:
                 self.slots[f"{name}.{role}"] = len(largest)
                 largest.append(LARGEST[self.recipe.format(role)])
         n = len(self.slots)
-        self.largest = torch.tensor(largest, device=self.device)
-        # One number a row is used: a row of 4 float32 is the 16 bytes that scales lie apart.
-        self.amax = torch.zeros(n, 4, device=self.device)
-        self.scale = torch.ones(n, 4, device=self.device)
-        self.inverse = torch.ones(n, 4, device=self.device)
-        self.history = torch.zeros(n, self.recipe.history, device=self.device)
+        self.largest = torch.tensor(largest, device=device)
+        # Of each row only the first number is used: 4 float32 are the 16 bytes between scales.
+        self.amax = torch.zeros(n, 4, device=device)
+        self.scale = torch.ones(n, 4, device=device)
+        self.inverse = torch.ones(n, 4, device=device)
+        self.history = torch.zeros(n, self.recipe.history, device=device)
         self.is_set = [False] * n  # on the host: whether a scale has been chosen
         self.begun: set[int] = set()  # slots whose first scale was chosen in this step
         self.is_settled = True  # whether no first scale is to be chosen again
         self.steps = 0
         # Views made once: a step uses each many times.
-        self.views = [(self.scale[i, 0], self.inverse[i, 0], self.amax[i, 0]) for i in range(n)]
+        self.views = []
+        for i in range(n):
+            self.views.append((self.scale[i, 0], self.inverse[i, 0], self.amax[i, 0]))
         return {m.name: m for m in self.products}
 
     def cast(self, slot: int, x: Tensor, is_recorded: bool, is_transposed: bool) -> Cast:
@@ -196,25 +204,25 @@ class Scales:
         scale, inverse, amax = self.views[slot]
         if not self.is_set[slot]:
             self._begin(slot, x, is_recorded)
-        shape = len(x), x.shape[1]
-        out, transposed = empty_casts(shape, self.format(slot), self.device, is_transposed)
+        out, transposed = empty_casts(x.shape, self.format(slot), self.device, is_transposed)
         quantise(x, scale, amax if is_recorded else None, out, transposed)
         return Cast(out, transposed, inverse)
 
     def write(
         self,
         slot: int,
-        shape: tuple[int, int],
+        shape: Sequence[int],
         make: Callable[[Into | None], tuple[Tensor, Rest]],
         is_training: bool,
     ) -> tuple[Cast, Rest]:
-        """Return a matrix in fp8 that `make` computes, and what else that returns.
+        """Return in fp8 the matrix that `make` computes, and the rest of what it returns.
 
-        Given None, it computes bfloat16: a tensor's own amax must be known before.
+        `make(None)` computes bfloat16, from which a first scale must be taken before the cast.
         """
         if not self.is_set[slot]:
             y, rest = make(None)
             return self.cast(slot, y.view(shape), is_training, is_training), rest
+        # The kernel that computes the matrix writes it in fp8 itself; another one transposes it.
         scale, inverse, amax = self.views[slot]
         out, transposed = empty_casts(shape, self.format(slot), self.device, is_training)
         _, rest = make(Into(out, scale, amax if is_training else None))
@@ -242,12 +250,14 @@ class Scales:
 
     def _choose(self, slots: slice, amax: Tensor, otherwise: Tensor) -> None:
         """Set scales from amaxes; one of 0, or not finite, says nothing."""
-        scale = self.largest[slots] / amax * 2.0**-self.recipe.margin
-        is_known = (amax > 0) & amax.isfinite()
+        scale = self.largest[slots] / amax
+        scale = scale * 2.0**-self.recipe.margin
         # Up to 2^100, so that neither a scale nor its inverse leaves float32's range.
-        scale = torch.where(is_known, scale.clamp(max=2.0**100), otherwise)
-        self.scale[slots, 0].copy_(scale)
-        self.inverse[slots, 0].copy_(1 / scale)
+        scale = scale.clamp(max=2.0**100)
+        is_known = (amax > 0) & amax.isfinite()
+        scale = torch.where(is_known, scale, otherwise)
+        self.scale[slots, 0] = scale
+        self.inverse[slots, 0] = 1 / scale
 
     @torch.no_grad()
     def update(self) -> None:
@@ -257,16 +267,18 @@ class Scales:
         self._settle()
         self.steps += 1
         # The latest amaxes come first.
+        history = self.history
         if self.recipe.history > 1:
-            self.history[:, 1:] = self.history[:, :-1].clone()
-        self.history[:, 0] = self.amax[:, 0]
-        amax = self.history.amax(1) if self.recipe.uses_max else self.history[:, 0]
+            history[:, 1:] = history[:, :-1].clone()
+        history[:, 0] = self.amax[:, 0]
+        amax = history.amax(1) if self.recipe.uses_max else history[:, 0]
         self._choose(slice(None), amax, self.scale[:, 0].clone())
         self.amax.zero_()
 
     def _settle(self) -> None:
         """Let tensors that were all zeros, or not finite, choose a first scale again."""
         self.is_settled = True
+        # Only here does the host read amaxes, which waits for the device.
         if self.begun and self.steps < BEGINNING:
             amaxes = self.amax[:, 0].tolist()
             for slot in self.begun:
@@ -284,6 +296,7 @@ class Scales:
             if cast is None or cast.transposed is None or not is_triton(self.scale):
                 each.refresh()
             else:
+                # The weight's slot follows the input's; a row of scales has 4 numbers.
                 casts.append((each.matrix, cast.rows, cast.transposed, 4 * (each.first + 1)))
         if casts:
             self.weight_casts = launcher("fp8.prepare_casts")(casts, self.weight_casts)
@@ -310,12 +323,9 @@ class Scales:
 
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
+        names = ("is_set", "begun", "is_settled", "steps", "combine")
+        kept = {name: copy.copy(getattr(self, name)) for name in names}
         tensors = self.tensors()
-        is_set = list(self.is_set)
-        combine = self.combine
-        begun = set(self.begun)
-        is_settled = self.is_settled
-        steps = self.steps
         before = [x.clone() for x in tensors]
         casts = [each.cast for each in self.products]
         if not is_shared:
@@ -323,12 +333,8 @@ class Scales:
         try:
             yield
         finally:
+            vars(self).update(kept)
             torch._foreach_copy_(tensors, before)
-            self.is_set = is_set
-            self.begun = begun
-            self.is_settled = is_settled
-            self.steps = steps
-            self.combine = combine
             for each, cast in zip(self.products, casts, strict=True):
                 each.cast = cast
 
@@ -344,7 +350,10 @@ class Scales:
         `gather` returns a value of every process, some of which have other layers.
         """
         rows = torch.cat([self.scale[:, :1], self.history], 1).tolist()
-        mine = {name: rows[i] for name, i in self.slots.items() if self.is_set[i]}
+        mine: dict[str, list[float]] = {}
+        for name, slot in self.slots.items():
+            if self.is_set[slot]:
+                mine[name] = rows[slot]
         everyone: dict[str, list[float]] = {}
         for some in gather(mine):
             everyone.update(some)
@@ -412,6 +421,7 @@ class Fp8Product:
             return
         weight = self.matrix
         slot = self.first + 1
+        # The first cast allocates, and takes a scale from the weight if none was loaded.
         if self.cast is None or self.cast.rows.shape != weight.shape:
             self.cast = self.scales.cast(slot, weight, True, True)
             return
@@ -447,6 +457,7 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         q = product.scales.cast(product.first, flat, is_training, is_training)
+        # A byte a number: all that backward needs of the input.
         if is_training:
             ctx.save_for_backward(q.transposed)
         ctx.product = product
@@ -461,15 +472,15 @@ class _Multiply(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         q = product.scales.cast(product.first + 2, flat, True, True)
         of_x, of_weight = product.differentiate(q, transposed, ctx.parameter, grad.dtype)
-        bias = ctx.bias if ctx.needs_input_grad[2] else None
-        of_bias = from_rows(bias, grad)
-        return of_x.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
+        of_x = of_x.view(*grad.shape[:-1], -1)
+        return of_x, of_weight, of_bias(ctx, grad), None, None
 
 
 def give_gradient(
     parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]
 ) -> Tensor | None:
     """Give a parameter the gradient grad [out, N] @ x [in, N]^T, as gradients.from_product does."""
+    # The sum is over all tokens, so its partial sums are not rounded (is_fast=False).
     main_grad = main_grad_of(parameter)
     if main_grad is None:
         return multiply(grad, x, scales, parameter.dtype, is_fast=False).view_as(parameter)

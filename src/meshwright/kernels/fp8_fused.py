@@ -6,7 +6,7 @@
 What a product multiplies is written only in fp8, by the kernel that computes it, and transposed by
 another: 1 + 2 bytes a number, where bfloat16 and a cast have 2 + 4. These are single functions of
 autograd, which wants a gradient in the format of the tensor that it belongs to. Their results are
-those of the separate functions, bit for bit: numbers are rounded to bfloat16 before.
+those of the separate functions, bit for bit: numbers are rounded to bfloat16 before the cast.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def norm_mlp(
 
 
 def front_of(operands: Operands, weights: NormWeights, linear: Fp8Linear) -> _Front:
-    """Return what of a norm and a product is no tensor with a gradient."""
+    """Gather what a norm and a product need, except for the tensors that have gradients."""
     rows = operands.rows if operands.p else None
     return _Front(linear.with_cast(), rows, operands.p, weights.eps, weights.plus, weights.centers)
 
@@ -91,11 +91,17 @@ class _Front(NamedTuple):
             x, y, *of_rows = norm.forward(operands, weights, into)
             return y, [x, *of_rows]
 
-        shape = (len(operands.pending), pending.shape[-1])
         product = self.product
+        shape = operands.pending.shape
         y, (x, *of_rows) = product.scales.write(product.first, shape, make, is_training)
         x = x.view(pending.shape) if operands.adds else pending
-        ctx.rest = self.p, self.plus, residual is not None, pending.dtype
+        # The end of SavedRows, which follows the tensors.
+        ctx.rest = (
+            self.p,
+            self.plus,
+            residual is not None,
+            pending.dtype,
+        )
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
         out = product.multiply(y, bias, weight.dtype)
         return x, out, [x, *of_rows, operands.rows, weight, y.transposed]
@@ -141,6 +147,7 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
+        # The gradient of qkv is packed from three, in fp8, for the product's backward pass.
         product = ctx.front.product
         sizes = ctx.sizes
         saved = ctx.saved_tensors  # read only once: each reading unpacks them
@@ -165,6 +172,7 @@ class _NormMLP(torch.autograd.Function):
         def make(into: Into | None) -> tuple[Tensor, None]:
             return activation.forward(kind, u, into), None
 
+        # The activation is written for the second product only; bfloat16 never reaches memory.
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.transposed)
         ctx.front = front
@@ -177,17 +185,21 @@ class _NormMLP(torch.autograd.Function):
         *saved, u, transposed = ctx.saved_tensors
         product = ctx.front.product
         proj = ctx.proj
-        # The second product: its parameters come after the five of the front's, without pending.
+        # The second product, whose parameters come after the five of the front: ctx.parameters has
+        # neither residual nor pending.
         weight, bias = ctx.parameters[5:7]
-        q = proj.scales.cast(proj.first + 2, norm.as_rows(grad), True, True)
-        of_bias = gradients.from_rows(bias if ctx.needs_input_grad[-1] else None, grad)
+        rows = norm.as_rows(grad)
+        q = proj.scales.cast(proj.first + 2, rows, True, True)
+        if not ctx.needs_input_grad[-1]:
+            bias = None
+        of_bias = gradients.from_rows(bias, grad)
         da, of_weight = proj.differentiate(q, transposed, weight, grad.dtype)
-        # The activation, whose gradient is that of the first product.
+        # The activation, whose input is the first product's output.
         is_summed = ctx.needs_input_grad[-3]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
             return activation.backward(ctx.kind, u, da, is_summed, into)
 
-        q, partials = product.scales.write(product.first + 2, (len(u), u.shape[-1]), make, True)
+        q, partials = product.scales.write(product.first + 2, u.shape, make, True)
         of_front = ctx.front.backward(ctx, saved, dx, q, partials)
         return None, None, None, None, *of_front, of_weight, of_bias

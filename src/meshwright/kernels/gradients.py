@@ -13,7 +13,7 @@ matrix. Nothing is added atomically, so that the same inputs give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class MainGrad(Protocol):
         """Return the total, shaped as the parameter, and whether to add to it, or overwrite it."""
 
     def end(self) -> None:
-        """Note that the total includes this gradient, or one of its parts, one for each use."""
+        """Note that the total has this gradient, or a part of it: there is one for each use."""
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:
@@ -60,6 +60,11 @@ def from_rows(parameter: Tensor | None, grad: Tensor) -> Tensor | None:
     return None if parameter is None else from_columns(parameter, column_sums(grad))
 
 
+def of_bias(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Do `from_rows` for the third input of a function, which is `ctx.bias`, if it needs one."""
+    return from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+
+
 def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[Tensor | None]:
     """Do `from_columns` for up to three vectors of one length, from partial sums [k, n, C].
 
@@ -67,19 +72,19 @@ def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[
     """
     out: list[Tensor | None] = []
     places: list[Total | None] = []
+    # Each vector's sums go into its total, or into a new gradient in its own format.
     for parameter in parameters:
+        place = grad = None
         main_grad = None if parameter is None else main_grad_of(parameter)
         if main_grad is not None:
             total, adds = main_grad.begin()
-            places.append((total.view(-1), adds))
-            out.append(None)
+            place = total.view(-1), adds
         elif parameter is not None:
-            grad = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            places.append((grad.view(-1), False))
-            out.append(grad)
-        else:
-            places.append(None)
-            out.append(None)
+            grad = torch.empty_like(parameter, requires_grad=False)
+            place = grad.view(-1), False
+        places.append(place)
+        out.append(grad)
+    # One launch for all of them.
     reduce_into(places, partials)
     for parameter in parameters:
         if parameter is not None and (main_grad := main_grad_of(parameter)) is not None:
@@ -95,6 +100,7 @@ def with_sums(x: Tensor, partials: Tensor) -> Tensor:
 
 def column_sums(x: Tensor) -> Tensor:
     """Return partial sums [n, C] of the rows of x [..., C]; those kept with an unchanged x."""
+    # A write in place raises the version: the sums would be those of what x was.
     sums, version = getattr(x, "column_sums", (None, 0))
     if isinstance(sums, Tensor) and version == x._version:
         return sums
@@ -125,5 +131,6 @@ def clip_and_check(
     clip. The first two results are of the format `dtype`.
     """
     norm = (squares.sqrt() / scale).to(dtype)
+    # As torch.nn.utils.clip_grad_norm_, with its 1e-6.
     shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
     return norm, shrink, norm.float().isfinite() & loss.isfinite()

@@ -39,7 +39,7 @@ BACKWARD = {
 
 
 def norm_tile(width: int) -> tuple[int, int]:
-    """Return the rows of the norm at a time, and its columns rounded up to a power of two."""
+    """Return how many rows a program of the norm takes at a time, and columns, a power of two."""
     block = power_of_2(width)
     return max(1, TILE // block), block
 
@@ -51,6 +51,7 @@ def norm_launch(width: int) -> BackwardLaunch:
 
 def norm_programs(width: int, count: int, processors: int) -> int:
     """Return the programs of the norm's backward pass; each writes a row of partial sums."""
+    # As many as run at a time, but not so many that summing their rows takes longer.
     launch = norm_launch(width)
     return min(launch.programs * processors, cdiv(count, launch.rows * norm_tile(width)[0]))
 
@@ -63,6 +64,7 @@ SUM_PROGRAMS = 8
 
 def sum_slab(count: int, width: int, processors: int) -> int:
     """Return how many rows of a matrix [count, width] a program sums."""
+    # The programs that go side by side already share the work; the rest divide the rows.
     wanted = cdiv(SUM_PROGRAMS * processors, cdiv(width, SUM_COLUMNS))
     return cdiv(cdiv(count, wanted), SUM_ROWS) * SUM_ROWS
 

@@ -34,8 +34,8 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, T, columns] into q [B, T, heads, head_dim], k and v [B, T, groups, head_dim].
 
-    qkv includes the bias, but not as an input of its gradient: that is this function's. What is
-    returned may be a view of qkv.
+    The product before has added the bias to qkv, detached; the bias gets its gradient here. The
+    results may be views of qkv.
     """
     cos, sin = rotation if rotation is not None else (None, None)
     return _Split.apply(qkv, bias, cos, sin, sizes)  # type: ignore[no-any-return,no-untyped-call]
@@ -54,7 +54,7 @@ class _Split(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.parameter = bias
         ctx.sizes = sizes
-        # Autograd would keep track of views of an input, for writes in place; nobody writes.
+        # Detached: autograd would watch views of an input for writes in place, and nobody writes.
         return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
 
     @staticmethod
@@ -99,6 +99,7 @@ def pack(
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (upcast(x) for x in grads)
     if rotation is not None:
+        # The transpose of a rotation is the rotation by the opposite angle.
         cos, sin = rotation
         back = cos, -sin
         dq = rotate(dq, back)
@@ -139,8 +140,10 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pairs (i, i + rotating / 2) of each head, as in Megatron and Llama."""
-    is_whole = 2 * rotation[0].shape[-1] == x.shape[-1]
-    if is_whole and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    half = rotation[0].shape[-1]
+    is_whole = 2 * half == x.shape[-1]
+    is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_whole and is_eager_cpu:
         return _Rotate.apply(x, *rotation)  # type: ignore[no-any-return,no-untyped-call]
     return rotate_pairs(x, rotation)
 
@@ -151,15 +154,17 @@ def rotate_rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # x cos + roll(x) (-sin, sin): each element meets the other one of its pair.
     sines = torch.cat((-sin, sin), -1)
     cosines = torch.cat((cos, cos), -1)
-    other = torch.roll(wide, cos.shape[-1], -1).mul_(sines)
-    return other.addcmul_(wide, cosines).to(x.dtype)
+    other = torch.roll(wide, cos.shape[-1], -1)
+    other.mul_(sines).addcmul_(wide, cosines)
+    return other.to(x.dtype)
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pairs one half after the other."""
     cos, sin = rotation
     half = cos.shape[-1]
-    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    first = (a * cos - b * sin).to(x.dtype)
-    second = (b * cos + a * sin).to(x.dtype)
-    return torch.cat((first, second, rest), dim=-1)
+    # Columns beyond the pairs do not turn.
+    a, b, rest = torch.tensor_split(x, (half, 2 * half), dim=-1)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    return torch.cat((first.to(x.dtype), second.to(x.dtype), rest), dim=-1)

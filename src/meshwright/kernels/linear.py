@@ -21,22 +21,26 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.parameter, ctx.bias = parameter, bias
+        ctx.parameter = parameter
+        ctx.bias = bias
         return affine(x, parameter.flatten(0, -2), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, parameter = ctx.saved_tensors
         # A view would keep the graph that made it, and with it the input of a pipeline's stage.
-        flat, rows = (t.detach().reshape(-1, t.shape[-1]) for t in (grad, x))
-        of_x = product(grad, parameter.flatten(0, -2)) if ctx.needs_input_grad[0] else None
+        flat = grad.detach().reshape(-1, grad.shape[-1])
+        rows = x.detach().reshape(-1, x.shape[-1])
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = product(grad, parameter.flatten(0, -2))
         of_weight = gradients.from_product(ctx.parameter, flat, rows)
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
-        return of_x, of_weight, of_bias
+        return of_x, of_weight, gradients.of_bias(ctx, grad)
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, in which a parameter of more than two dimensions is a stack of matrices."""
+    # Without a total there is nothing to gain over torch's own function.
     if torch.compiler.is_compiling() or gradients.main_grad_of(parameter) is None:
         return affine(x, parameter.flatten(0, -2), bias)
     return _Linear.apply(x, parameter, bias)  # type: ignore[no-any-return,no-untyped-call]
@@ -50,7 +54,10 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        return grad, gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[1] else None
+        of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_bias = gradients.from_rows(ctx.bias, grad)
+        return grad, of_bias
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -58,6 +58,8 @@ def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
     if a.dtype is total.dtype and not adds:
         torch.mm(a, b, out=total)
         return
+    # cuBLAS writes float32 from 16-bit factors, and adds to what is there; elsewhere the product
+    # has the factors' format.
     is_low = a.dtype in (torch.bfloat16, torch.float16)
     if not (devices.has_kernels(a.device) and is_low and total.dtype is torch.float32):
         found = a.float() @ b.float() if is_slow(a) else a @ b

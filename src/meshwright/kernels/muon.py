@@ -33,20 +33,20 @@ def advance(
     With `draws`, the moments have fewer bits.
     """
     dtype = gradients[0].dtype
-    is_double = dtype == torch.float64
-    low = dtype if is_double else torch.bfloat16
-    wide = dtype if is_double else torch.float32
+    low = dtype if dtype is torch.float64 else torch.bfloat16
     out = gradients[0].new_empty(len(gradients), *gradients[0].shape, dtype=low)
     for i, (gradient, moment, ahead) in enumerate(zip(gradients, moments, out, strict=True)):
         now = gradient / scale
         new = formats.expanded(moment, dtype).lerp(now, 1 - momentum)
+        # Nesterov: the gradient, moved towards the new moment.
         ahead.copy_(now.lerp(new, momentum))
         if draws is None:
             moment.copy_(torch.where(skipped > 0, moment, new))
         else:
             formats.store(new, moment, draws[i], skipped)
+    # Norms of what was rounded, as Newton-Schulz reads it, but summed in float32 or float64.
     dimensions = tuple(range(1, out.ndim))
-    return out, torch.linalg.vector_norm(out, dim=dimensions, dtype=wide)
+    return out, torch.linalg.vector_norm(out, dim=dimensions, dtype=dtype)
 
 
 @reference("muon.normalise")

@@ -90,6 +90,7 @@ class _AddNorm(torch.autograd.Function):
         shape = pending.shape
         operands = operands_of(residual, pending, bias, rows, p)
         x, y, mean, rstd = forward(operands, weights)
+        # Without an addition x is the input itself, not a copy.
         x = x.view(shape) if operands.adds else pending
         ctx.save_for_backward(x, mean, rstd, operands.rows, weights.weight)
         ctx.set_materialize_grads(False)
@@ -134,7 +135,7 @@ def differentiate(
     parameters: Sequence[Tensor | None],
     shape: torch.Size,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of residual, pending, and of the norm's weight, its bias, the bias.
+    """Return the gradients of residual, pending, the norm's weight and bias, and the added bias.
 
     Pending's comes with its column sums, in case a product has added a bias to pending before.
     """
@@ -185,7 +186,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of residual and pending, and partial sums [3, n, width].
 
-    The three are those of the norm's weight, of its bias and of the bias.
+    They add up to the gradients of the norm's weight, its bias, and the added bias.
     """
     # The normalised rows again, and the gradient of these.
     z = upcast(saved.x)
@@ -195,7 +196,8 @@ def backward(
     z = z * saved.rstd[:, None]
     weight = saved.weight + saved.plus if saved.plus else saved.weight
     wanted = dy * weight
-    # The gradient of x: that through the norm, and that of x itself.
+    # The gradient of x: that through the norm, and that of x itself. The norm's output does not
+    # change with the rows' scale nor, for LayerNorm, with their mean: these parts are taken out.
     grad = wanted - z * (wanted * z).mean(1, keepdim=True)
     if saved.mean is not None:
         grad = grad - wanted.mean(1, keepdim=True)

@@ -32,6 +32,7 @@ def _first(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def launcher(kernel: str) -> Callable[..., Any]:
     """Return a function of kernels/triton/, such as "norm.forward"."""
+    # Imported here: a machine without Triton never comes to this line.
     module, _, name = kernel.partition(".")
     return getattr(importlib.import_module(f"meshwright.kernels.triton.{module}"), name)  # type: ignore[no-any-return]
 

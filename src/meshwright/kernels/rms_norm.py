@@ -23,11 +23,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide: Tensor = upcast(weight)
+        # The norm reads x once, without a copy of it in float32.
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide.dtype)
-        rstd = (norms.square() / x.shape[-1] + eps).rsqrt()
+        squares = norms.square() / x.shape[-1]
+        rstd = (squares + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         y: Tensor = upcast(x) * rstd
-        return y.mul_(wide).to(x.dtype)
+        y.mul_(wide)
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:

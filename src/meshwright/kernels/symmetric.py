@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.base import device as devices
 from meshwright.kernels.references import reference
 
-SMALLEST = 256  # rows; below, all of a product is four tiles of the kernel
+SMALLEST = 256  # rows; the kernel's tiles leave out nothing of a smaller product
 MULTIPLE = 16  # of the rows and columns of what the kernel takes
 
 
@@ -25,6 +25,7 @@ def symmetric_product(
     diagonal: float = 0.0,
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I, for a, b [n, m, k] whose product is symmetric."""
+    # The kernel is Hopper's, needs sizes that its loads can divide, and gains on large ones only.
     _, m, k = a.shape
     is_halved = (
         m >= SMALLEST and m % MULTIPLE == k % MULTIPLE == 0 and devices.is_hopper_or_later(a.device)

@@ -63,11 +63,14 @@ class Attend(nn.Module):
         self.windowed = layer in m.windowed_layers
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
-        drops = self.training and shared.where.samples is not None
-        p = self.p if drops else 0.0
+        where = shared.where
+        p = 0.0
+        if self.training and where.samples is not None:
+            p = self.p
         mask = shared.window_mask if self.windowed else shared.mask
-        if is_reference(self.impl, p, q.device):
-            return self.run(reference, p, q, k, v, mask, shared.where, p, self.layer)
+        if uses_reference(self.impl, p, q.device.type):
+            return self.run(reference, p, q, k, v, mask, where, p, self.layer)
+        # Our own kernel for CPUs has neither masks nor dropout.
         if self.impl == "auto" and mask is None and p == 0 and causal.suits(q, k):
             return self.run(causal.attend, p, q, k, v)
         return self.run(fused, p, q, k, v, mask, shared.slopes, p)
@@ -77,11 +80,6 @@ class Attend(nn.Module):
         if self.recompute and self.training:
             return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=p > 0)  # type: ignore[no-any-return]
         return attend(*arguments)  # type: ignore[no-any-return]
-
-
-def is_reference(impl: str, p: float, device: torch.device) -> bool:
-    """Whether the reference runs on this device."""
-    return uses_reference(impl, p, device.type)
 
 
 def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int = 0) -> None:
@@ -96,8 +94,10 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
     """
     if devices.is_capturing(device):
         return
+    # Odd 64-bit multipliers, as in splitmix64: they spread numbers that are near over all bits.
     mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
+    # Only 63 bits of the hash are the seed: it is not negative as a signed number either.
     if devices.counts_draws(device):
         devices.seed_generator(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
     else:
@@ -105,12 +105,17 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p: float) -> Tensor:
-    """Attend with q [B, T, n, d] to k, v [B, S, g, d]: no mask lets t see keys up to t + S - T."""
+    """Attend with q [B, T, n, d] to k, v [B, S, g, d]; without a mask T must be S or 1.
+
+    Query t then sees the keys up to t + S - T.
+    """
     t = q.shape[1]
     s = k.shape[1]
     grouped = q.shape[2] != k.shape[2]
+    # torch's kernels take [B, heads, T, d]; these are views of the layout that the products make.
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None:
+        # is_causal aligns query 0 with key 0; a single query may see every key.
         o = F.scaled_dot_product_attention(
             q, k, v, dropout_p=p, is_causal=t == s and t > 1, enable_gqa=grouped
         )
@@ -129,7 +134,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p:
 
 
 def flex_kernel() -> Any:
-    """Return FlexAttention, which compiled blocks compile with all else, and others by itself."""
+    """Return FlexAttention: as it is for a block that is being compiled, else compiled alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if torch.compiler.is_compiling() else compiled_flex()
@@ -137,9 +142,10 @@ def flex_kernel() -> Any:
 
 @functools.cache
 def compiled_flex() -> Any:
-    """Return FlexAttention compiled, which otherwise would keep every score in memory.
+    """Return FlexAttention compiled: otherwise it would keep every score in memory.
 
-    New functions with the same code and other tensors, as each call brings them, compile nothing.
+    Each call brings new functions for mask and scores. Since their code is the same as before, and
+    only the tensors differ, nothing is compiled again.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -147,7 +153,7 @@ def compiled_flex() -> Any:
 
 
 def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for each of its shapes, of which torch would allow 8."""
+    """Compile a function anew for each shape, up to 32 of them: torch alone would stop at 8."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     return torch.compile(function, dynamic=False)
 
@@ -161,21 +167,29 @@ def reference(
     # A group's keys and values, for each head that reads them.
     per_group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(per_group, dim=2) for x in (k, v))
+
+    # Scores [B, heads, T, S], in float32 or float64.
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast))
     scores = scores * q.shape[-1] ** -0.5
+
+    # The last query sees every key, so the diagonal begins at s - t.
     seen: Any = mask
     if seen is None:
-        seen = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
-    is_bias = seen.dtype is not torch.bool
+        seen = torch.ones(t, s, dtype=torch.bool, device=q.device)
+        seen = seen.tril(s - t)
+    is_bias = seen.dtype is not torch.bool  # ALiBi's, with -inf where nothing is seen
     scores = scores + seen if is_bias else scores.masked_fill(~seen, float("-inf"))
     probabilities = scores.softmax(-1)
+
     if p > 0:
-        # ~layer is no site of the hidden states' dropout, whose numbers begin at 0.
         assert where.samples is not None and where.columns is not None
+        # A tensor rank has some of the heads; they are hashed by their numbers in the model.
         first = where.heads.start if where.heads else 0
-        heads = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
-        rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.columns)
+        heads = torch.arange(first, first + q.shape[2], device=q.device)
+        samples = where.samples[:, None, None]
+        rows = dropout.rows(where.seed, samples, heads[:, None], where.columns)
+        # ~layer is no site of the hidden states' dropout, whose numbers begin at 0.
         rows = dropout.at_site(rows, ~layer)
         probabilities = dropout.dropout(probabilities, rows, p)
     return torch.einsum("bnts,bsnd->btnd", probabilities.to(v.dtype), v)

@@ -18,7 +18,8 @@ class Cache:
     """
 
     def __init__(self, slots: int, length: int) -> None:
-        self.slots, self.length = slots, length
+        self.slots = slots
+        self.length = length
         self.room = (length // CACHE_MULTIPLE + 1) * CACHE_MULTIPLE
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -43,27 +44,29 @@ class ContinuedTexts:
     cache: Cache
     slots: Tensor  # [B] of the rows
     used: Tensor  # [B] tokens of each text before this pass
-    # places of the cache that attention reads, above every row's last; 0: the texts begin here
+    # how many places of the cache attention reads, enough for each row; 0: the texts begin here
     seen: int
-    # [B] place in this pass of each row's last token, which `last_only` means
+    # [B] place in this pass of each row's last token, whose logits `last_only` asks for
     ends: Tensor | None = None
     at: Tensor | None = None  # [B T] the tokens' places in the flat cache, for all layers
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values, and return all that attention reads."""
         keys, values = self.cache.of_layer(layer, k)
+        slots = self.slots
         if self.at is None:
-            places = self.places(k.shape[1]).clamp(max=self.cache.room - 1)
-            self.at = (self.slots[:, None] * self.cache.room + places).flatten()
-        keys.flatten(0, 1)[self.at], values.flatten(0, 1)[self.at] = (
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-        )
-        return (
-            (keys[self.slots, : self.seen], values[self.slots, : self.seen])
-            if self.seen
-            else (k, v)
-        )
+            # Padding may lie beyond the text's room; it goes to the last place, which no text has.
+            room = self.cache.room
+            places = self.places(k.shape[1]).clamp(max=room - 1)
+            places = places + room * slots[:, None]
+            self.at = places.flatten()
+        keys.flatten(0, 1)[self.at] = k.flatten(0, 1)
+        values.flatten(0, 1)[self.at] = v.flatten(0, 1)
+        # Texts that begin here have no other keys than these, which need no copy out of the cache.
+        seen = self.seen
+        if not seen:
+            return k, v
+        return keys[slots, :seen], values[slots, :seen]
 
     def places(self, t: int) -> Tensor:
         """Return the places [B, T] in their texts of a pass's tokens."""

@@ -27,7 +27,8 @@ def layer_shapes(m: Model) -> dict[str, tuple[int, ...]]:
         if matrix.has_bias(m):
             out[f"{name}.bias"] = rows
     norms = {"ln_1": m.hidden_size, "ln_2": m.hidden_size}
-    norms |= {"attn.ln_q": m.head_dim, "attn.ln_k": m.head_dim} if m.qk_layernorm else {}
+    if m.qk_layernorm:
+        norms |= {"attn.ln_q": m.head_dim, "attn.ln_k": m.head_dim}
     for name, width in norms.items():
         out |= _norm(m, name, width)
     return out
@@ -38,10 +39,14 @@ def outer_shapes(m: Model, vocab: int, positions: int) -> dict[str, tuple[int, .
     assert m.hidden_size
     h = m.hidden_size
     out: dict[str, tuple[int, ...]] = {"wte.weight": (vocab, h)}
-    out |= {"wpe.weight": (positions, h)} if m.position == "learned" else {}
-    out |= _norm(m, "ln_emb", h) if m.embed_layernorm else {}
+    if m.position == "learned":
+        out["wpe.weight"] = (positions, h)
+    if m.embed_layernorm:
+        out |= _norm(m, "ln_emb", h)
     out |= _norm(m, "ln_f", h)
-    return out | ({"lm_head.weight": (vocab, h)} if m.untie_embeddings_and_output_weights else {})
+    if m.untie_embeddings_and_output_weights:
+        out["lm_head.weight"] = (vocab, h)
+    return out
 
 
 def _norm(m: Model, name: str, width: int) -> dict[str, tuple[int, ...]]:
@@ -52,7 +57,7 @@ def _norm(m: Model, name: str, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(m: Model, vocab: int, positions: int) -> int:
-    """Count weights and biases; `vocab` is padded in Megatron's line, the true size when saved."""
+    """Count weights and biases: with the padded `vocab` as in memory, the true one as saved."""
     assert m.num_layers
     layer = sum(map(math.prod, layer_shapes(m).values()))
     outer = sum(map(math.prod, outer_shapes(m, vocab, positions).values()))
@@ -62,7 +67,8 @@ def parameters(m: Model, vocab: int, positions: int) -> int:
 def attention_flops(m: Model, seq: int, windowed: bool = False) -> float:
     """Return FLOPs of a layer's attention per token, forward, over the full square or a window."""
     assert m.num_attention_heads
-    keys = min(seq, m.window + 1) if windowed else seq  # that a query meets
+    keys = min(seq, m.window + 1) if windowed else seq  # of each query
+    # A score and its share of the output: d multiplications and d additions each.
     return 4.0 * keys * m.num_attention_heads * m.head_dim
 
 
@@ -83,14 +89,21 @@ def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None
     windowed = len(m.windowed_layers)
     attention = (m.num_layers - windowed) * attention_flops(m, seq)
     attention += windowed * attention_flops(m, seq, True)
-    elements = sum(outputs * inputs for outputs, inputs in layer_matrices(m).values())
+
+    # A multiplication and an addition for each element of each matrix.
+    elements = sum(map(math.prod, layer_matrices(m).values()))
     products = m.num_layers * 2 * elements
-    again = {"full": products + attention, "selective": attention}.get(recompute or "", 0)
-    return 3 * (products + attention) + again + 3 * head_flops(m, vocab)
+
+    # The backward pass has two products for each of the forward pass: for the inputs' gradients
+    # and for the weights'.
+    trained = 3 * (products + attention + head_flops(m, vocab))
+    if recompute == "full":
+        return trained + products + attention
+    return trained + attention if recompute == "selective" else trained
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
-    """Return the smallest multiple of divisible_by * tensor_parallel from `size`, or `pad_to`."""
+    """Return `pad_to`, or without it `size` rounded up to divisible_by * tensor_parallel."""
     multiple = divisible_by * tensor_parallel
     if pad_to is None:
         return -(-size // multiple) * multiple

@@ -2,12 +2,13 @@
 
 A layer of one row is five kernels: the first product with the norm before it and its bias; the
 rotation, the cache and attention; the output product, added to the residual stream; the MLP's first
-product with norm and activation; its second product, added. Several rows a library multiplies
-faster, and the norms, with the additions before them, and most activations are kernels of their
-own.
+product with norm and activation; its second product, added. A library multiplies several rows
+faster; each norm with the addition before it is then a kernel of its own, as most activations are.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,17 +36,18 @@ class DecodeStep:
     def __init__(self, model: GPT, cache: Cache) -> None:
         self.model = model
         self.cache = cache
-        weight = model.wte.weight
+        # Cosines and sines of all places of the cache, among which a step looks up its tokens'. In
+        # float32, since `reason_against` refuses float64.
+        wte = model.wte.weight
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
-            ids = torch.arange(cache.room, device=weight.device)[:, None]
-            cos, sin = rotations(
-                model.m, ids, torch.float64 if weight.dtype is torch.float64 else torch.float32
-            )
+            ids = torch.arange(cache.room, device=wte.device)
+            cos, sin = rotations(model.m, ids[:, None], torch.float32)
             self.rotation = cos.contiguous(), sin.contiguous()
-        blocks = [(int(i), block) for i, block in model.h.items()]
-        self.layers = [(i, *layers_of(block), sizes_of(block)) for i, block in blocks]  # type: ignore[arg-type]
-        head = model.wte.weight if model.lm_head is None else model.lm_head.weight
+        self.layers = []
+        for i, block in model.h.items():
+            self.layers.append((int(i), *layers_of(block)))
+        head = wte if model.lm_head is None else model.lm_head.weight
         self.head = DecodeLinear(head, None, weights_of(model.ln_f))
 
     def __call__(self, state: TextState, slots: Tensor, longest: int) -> Tensor:
@@ -53,10 +55,12 @@ class DecodeStep:
 
         No text has `longest` tokens or more before them.
         """
-        wpe = None if self.model.wpe is None else self.model.wpe.weight
-        x = decode.embed(state, slots, self.model.wte.weight, wpe)
-        run = self.run_row if len(slots) == 1 else self.run_rows
-        return run(x, slots, state.used, longest)
+        model = self.model
+        wpe = None if model.wpe is None else model.wpe.weight
+        x = decode.embed(state, slots, model.wte.weight, wpe)
+        if len(slots) == 1:
+            return self.run_row(x, slots, state.used, longest)
+        return self.run_rows(x, slots, state.used, longest)
 
     def texts(
         self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int
@@ -66,16 +70,20 @@ class DecodeStep:
 
     def run_row(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         for i, qkv, proj, fc, out, sizes in self.layers:
+            # Attention, added to the stream; its first product takes the norm of x.
             texts = self.texts(i, x, sizes, slots, used, longest)
             columns = decode.linear(x, qkv)
             o = decode.attend(columns, texts, sizes, self.rotation)
             stream = decode.linear(o, proj, x)
+            # The MLP, likewise.
             z = x if self.model.m.use_parallel_residual else stream
             y = decode.linear(z, fc)
             x = decode.linear(y, out, stream)
-        return self.model.finish(decode.linear(x, self.head))
+        logits = decode.linear(x, self.head)
+        return self.model.finish(logits)
 
     def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
+        # The last branch and its bias are pending: the next norm's kernel adds them to the stream.
         residual: Tensor | None = None
         pending = x
         bias = None
@@ -85,11 +93,11 @@ class DecodeStep:
             columns = linear(y, qkv.weight, qkv.bias)
             o = decode.attend(columns, texts, sizes, self.rotation)
             if self.model.m.use_parallel_residual:
+                # The MLP's norm is of the stream as it was before attention.
                 _, y = add_norm(None, residual, None, fc)
                 residual = residual + linear(o, proj.weight, proj.bias)
             else:
                 residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
-            # The next norm adds this branch to the stream, with its bias.
             pending = linear(decode.expand(y, fc), out.weight)
             bias = out.bias
         _, y = add_norm(residual, pending, bias, self.head)
@@ -105,8 +113,10 @@ def add_norm(
     return x, y
 
 
-def layers_of(block: Block) -> tuple[DecodeLinear, DecodeLinear, DecodeLinear, DecodeLinear]:
-    """Return a block's four products."""
+def layers_of(
+    block: Any,
+) -> tuple[DecodeLinear, DecodeLinear, DecodeLinear, DecodeLinear, HeadSizes]:
+    """Return a block's four products and the sizes of its heads."""
     attn = block.attn
     mlp = block.mlp
     fc_bias = None if mlp.fc.bias is None else mlp.fc.bias.flatten()
@@ -115,30 +125,27 @@ def layers_of(block: Block) -> tuple[DecodeLinear, DecodeLinear, DecodeLinear, D
         DecodeLinear(attn.proj.weight, attn.proj.bias),
         DecodeLinear(mlp.fc.weight.flatten(0, -2), fc_bias, weights_of(block.ln_2), mlp.activation),
         DecodeLinear(mlp.proj.weight, mlp.proj.bias),
+        FusedBlock.sizes(block, len(attn.qkv.weight)),
     )
-
-
-def sizes_of(block: Block) -> HeadSizes:
-    return FusedBlock.sizes(block, len(block.attn.qkv.weight))  # type: ignore[arg-type]
 
 
 def reason_against(model: GPT) -> str | None:
     """Return why `DecodeStep` cannot run this network, or None."""
     if type(model) is not GPT:
         return "the network is a custom one"
-    m, weight = model.m, next(model.parameters())
+    m = model.m
+    weight = next(model.parameters())
     blocks = list(model.h.children())
     unknown = unknown_to(CAPTURED_DECODER, m)
-    products = {
-        model.product,
-        *(block.attn.qkv.product for block in blocks if isinstance(block, Block)),
-    }
+    # Tensor parallelism replaces products; a pipeline stage lacks one end of the network or both.
+    products = {model.product}
+    products |= {block.attn.qkv.product for block in blocks if isinstance(block, Block)}
+    is_whole = products == {linear} and model.has_embedding and model.has_head
     reasons = {
         "the device has no Triton kernels": not devices.has_kernels(weight.device),
         "weights are float64": weight.dtype is torch.float64,
         "blocks are custom ones": bool({*map(type, blocks)} - {Block, FusedBlock}),
-        "the network is divided": products != {linear}
-        or not (model.has_embedding and model.has_head),
+        "the network is divided": not is_whole,
         "layers have windows": bool(m.windowed_layers),
         "queries and keys are normalised": m.qk_layernorm,
         f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),

@@ -45,15 +45,23 @@ def attach_fp8(parts: Sequence[Any], p: Precision, device: torch.device) -> Scal
         for name, matrix in matrices_of(part.m).items()
         if matrix.fp8
     }
-    is_hybrid, uses_max = p.fp8_format == "hybrid", p.fp8_amax_compute_algo == "max"
-    scales = Scales(Recipe(is_hybrid, p.fp8_margin, p.fp8_amax_history_len, uses_max), device)
+    recipe = Recipe(
+        p.fp8_format == "hybrid",
+        p.fp8_margin,
+        p.fp8_amax_history_len,
+        p.fp8_amax_compute_algo == "max",
+    )
+    scales = Scales(recipe, device)
     for name, product in scales.add(found).items():
-        # Tensor parallelism has replaced the product by one that sums or gathers around another.
+        # Tensor parallelism may have put a product here that sums or gathers around another.
         around = vars(found[name]).get("product")
         found[name].product = product if around is None else functools.partial(around, by=product)
-    for block in (block for part in parts for block in part.h.values()):
-        if isinstance(block, FusedBlock) and not block.post_norm:
-            fuse(block)
+    # The fused kernels write a norm's output in fp8 only. A block whose residual stream continues
+    # with that output (`post_norm`) needs it in full, so its products stay apart.
+    for part in parts:
+        for block in part.h.values():
+            if isinstance(block, FusedBlock) and not block.post_norm:
+                fuse(block)
     return scales
 
 
@@ -69,7 +77,8 @@ def enter(
     block: FusedBlock, residual: Tensor | None, pending: Tensor, rows: Tensor | None, shared: Shared
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Replace FusedBlock.enter."""
-    operands, qkv = Operands(residual, pending, None, rows, block.p), block.attn.qkv
+    qkv = block.attn.qkv
+    operands = Operands(residual, pending, None, rows, block.p)
     return norm_heads(
         operands,
         weights_of(block.ln_1),
@@ -83,7 +92,8 @@ def transform(
     block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Replace FusedBlock.transform."""
-    operands, mlp = Operands(base, branch, block.attn.proj.bias, rows, block.p), block.mlp
+    mlp = block.mlp
+    operands = Operands(base, branch, block.attn.proj.bias, rows, block.p)
     return norm_mlp(
         operands, weights_of(block.ln_2), mlp.activation, fp8_linear(mlp.fc), fp8_linear(mlp.proj)
     )

@@ -28,10 +28,13 @@ class FusedBlock(Block):
         before: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        # A parallel residual is not fused (config/fast_paths.py), so ln_2 reads the stream behind
+        # attention.
         base, q, k, v = self.enter(residual, pending, before, shared)
         if shared.where.cached is not None:
             k, v = shared.where.cached.append(self.attn.layer, k, v)
         o = self.attn.attend(q, k, v, shared)
+        # The bias of this product is added by the kernel of the next norm.
         branch = self.attn.proj.product(o.reshape(*o.shape[:2], -1), self.attn.proj.weight)
         return self.transform(base, branch, after)
 
@@ -49,23 +52,31 @@ class FusedBlock(Block):
         attn = self.attn
         qkv = apply_unbiased(attn.qkv, y)
         q, k, v = split_heads(qkv, self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
-        return y.to(x.dtype) if self.post_norm else x, q, k, v
+        if self.post_norm:
+            x = y.to(x.dtype)
+        return x, q, k, v
 
     def transform(self, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the stream after attention, whose output lacks its bias, and the MLP's output."""
-        x, z = add_norm(base, branch, self.attn.proj.bias, rows, self.p, weights_of(self.ln_2))
-        mlp = self.mlp
-        a = activate(mlp.activation, apply_unbiased(mlp.fc, z), mlp.fc.bias)
-        return z.to(x.dtype) if self.post_norm else x, mlp.proj.product(
-            a, mlp.proj.weight, mlp.proj.bias
-        )
+        """Return the stream after attention and the MLP's output.
+
+        `branch`, attention's output, lacks its bias.
+        """
+        bias = self.attn.proj.bias
+        x, z = add_norm(base, branch, bias, rows, self.p, weights_of(self.ln_2))
+        fc = self.mlp.fc
+        a = activate(self.mlp.activation, apply_unbiased(fc, z), fc.bias)
+        proj = self.mlp.proj
+        y = proj.product(a, proj.weight, proj.bias)
+        if self.post_norm:
+            x = z.to(x.dtype)
+        return x, y
 
     def sizes(self, columns: int) -> HeadSizes:
-        """Return the sizes of so many outputs of attention's first product."""
+        """Return the sizes of the heads that so many columns of attention's first product hold."""
         attn = self.attn
-        return HeadSizes(
-            columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim
-        )
+        # A group has its queries, one key and one value; a tensor rank has some of the groups.
+        per_group = (attn.per_group + 2) * attn.head_dim
+        return HeadSizes(columns // per_group, attn.per_group, attn.head_dim)
 
 
 def apply_unbiased(layer: nn.Module, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +34,8 @@ from meshwright.config.schema import Model
 from meshwright.kernels import dropout
 from meshwright.kernels.linear import linear
 from meshwright.kernels.softcap import softcap
-from meshwright.model.attention import Attention, is_reference, seed_dropout
+from meshwright.model.attention import Attention, seed_dropout
+from meshwright.model.kind import uses_reference
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.model.positions import Positions, Shared, share
 from meshwright.optim.mup import factors_of
@@ -57,7 +58,8 @@ class Block(nn.Module):
     def __init__(self, m: Model, layer: int, options: Options) -> None:
         super().__init__()
         assert m.hidden_size
-        self.p, self.post_norm = m.hidden_dropout, m.apply_residual_connection_post_layernorm
+        self.p = m.hidden_dropout
+        self.post_norm = m.apply_residual_connection_post_layernorm
         self.parallel = m.use_parallel_residual
         self.ln_1 = Norm(m, m.hidden_size)
         self.attn = Attention(m, layer, options.recompute == "selective")
@@ -75,9 +77,13 @@ class Block(nn.Module):
         """`before` and `after` are the dropout rows of the two joins; None is no dropout."""
         x = join(residual, pending, before, self.p)
         y = self.ln_1(x)
-        stream = join(y.to(x.dtype) if self.post_norm else x, self.attn(y, shared), after, self.p)
+        branch = self.attn(y, shared)
+        stream = join(y.to(x.dtype) if self.post_norm else x, branch, after, self.p)
         z = self.ln_2(x if self.parallel else stream)
-        return z.to(x.dtype) if self.post_norm else stream, self.mlp(z)
+        if self.post_norm:
+            stream = z.to(x.dtype)
+        # The MLP's output is left pending for the next block's first join.
+        return stream, self.mlp(z)
 
     @staticmethod
     def end(
@@ -108,15 +114,18 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         assert m.hidden_size and m.num_layers
-        self.m, self.options = m, options or Options()
-        self.vocab, self.layers = vocab, m.num_layers
+        self.m = m
+        self.options = options or Options()
+        self.vocab = vocab
+        self.layers = m.num_layers
         self.wte = Embedding(padded, m.hidden_size)
         self.wpe = Embedding(positions, m.hidden_size) if m.position == "learned" else None
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
+        # A block of a custom model need not say how the network ends.
         self.end = getattr(block, "end", Block.end)
         self.has_embedding = self.has_head = True
-        # shape -> numbers that a layer's attention draws
+        # shape -> how many numbers a layer's attention draws
         self.drawn: dict[tuple[int, int, bool], int] = {}
         self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
@@ -124,7 +133,8 @@ class GPT(nn.Module):
 
     def keep(self, layers: range, has_embedding: bool, has_head: bool) -> None:
         """Delete all but these layers and, if asked for, the embedding and the head."""
-        self.has_embedding, self.has_head = has_embedding, has_head
+        self.has_embedding = has_embedding
+        self.has_head = has_head
         for i in set(map(int, self.h)) - set(layers):
             del self.h[str(i)]
         if not has_embedding:
@@ -132,6 +142,7 @@ class GPT(nn.Module):
         if not has_head:
             del self.ln_f
             self.lm_head = None
+        # A tied head multiplies by the embedding's weight, so the last stage keeps that too.
         if not has_embedding and (not has_head or self.lm_head is not None):
             del self.wte
 
@@ -144,9 +155,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Map tokens [B, T] to logits [B, T, padded], or [B, 1, padded] with `last_only`.
 
-        Only the first `vocab` logits count; tokens alone, which begin their texts and drop nothing,
-        get these. A stage that is not the first continues the residual `stream`; one that is not
-        the last returns it.
+        Only the first `vocab` logits count; a call without `where`, for texts from their beginning
+        and without dropout, returns these alone. A stage that is not the first continues the
+        residual `stream`; one that is not the last returns it.
         """
         if where is None:
             return self.forward(tokens, Positions(), last_only, stream)[..., : self.vocab]
@@ -159,14 +170,23 @@ class GPT(nn.Module):
         )
         sites = self.dropout_rows(where)
         here = [int(i) for i in self.h]
+
+        # The input of this stage's first layer.
+        residual: Tensor | None = None
         if stream is not None:
+            pending = stream
             sites[2 * here[0]] = None  # the previous stage has added its last branch
-        residual, pending = None, self.embed(tokens, where) if stream is None else stream
-        # else the first join drops as all do
-        if stream is None and self.m.embedding_dropout is not None:
-            pending, sites[0] = join(None, pending, sites[0], self.m.embedding_dropout), None
+        else:
+            pending = self.embed(tokens, where)
+            # An embedding with a dropout probability of its own drops here, others in a join.
+            if self.m.embedding_dropout is not None:
+                pending = join(None, pending, sites[0], self.m.embedding_dropout)
+                sites[0] = None
+
         for layers, again in self.stretches():
-            if self.training and again:  # dropout has no state to keep
+            if self.training and again:
+                # Dropout is a function of positions and is seeded anew, so no generator's state
+                # has to be kept for the second forward pass.
                 with self.keep_inputs(pending.device.type != "cpu"):
                     residual, pending = checkpoint(
                         self.run,
@@ -180,38 +200,48 @@ class GPT(nn.Module):
                     )
             else:
                 residual, pending = self.run(residual, pending, shared, sites, layers)
-        rows, p = sites[2 * here[-1] + 2], self.m.hidden_dropout
+
+        # Add the last branch, which is still pending; on the last stage the head follows.
+        rows = sites[2 * here[-1] + 2]
+        p = self.m.hidden_dropout
         if not self.has_head:
             return join(residual, pending, rows, p)
         y = self.end(residual, pending, rows, p, self.ln_f)
         if last_only:
-            ends = None if where.cached is None else where.cached.ends
-            y = (
-                y[:, -1:]
-                if ends is None
-                else y.gather(1, ends[:, None, None].expand(-1, 1, y.shape[-1]))
-            )
+            if where.cached is None or where.cached.ends is None:
+                y = y[:, -1:]
+            else:
+                # Padding follows the shorter texts.
+                ends = where.cached.ends[:, None, None]
+                y = y.gather(1, ends.expand(-1, 1, y.shape[-1]))
         return self.head(y)
 
     def embed(self, tokens: Tensor, where: Positions) -> Tensor:
-        x = self.wte(tokens)
+        x: Tensor = self.wte(tokens)
         if self.ln_emb is not None:
             x = self.ln_emb(x)
         if self.wpe is not None:
             at = where.stream or where
             x = x + self.wpe(at.columns if at.position_ids is None else at.position_ids)
-        assert isinstance(x, Tensor)
-        return x.float() if self.options.fp32_residual and x.dtype is not torch.float64 else x
+        if self.options.fp32_residual and x.dtype is not torch.float64:
+            x = x.float()
+        return x
 
-    def stretches(self) -> list[tuple[list[int], bool]]:
-        """Return groups of layers and whether each is recomputed, which keeps only its input."""
+    def stretches(self) -> Iterator[tuple[list[int], bool]]:
+        """Yield groups of layers, and whether backward recomputes a group from its input."""
         here = [int(i) for i in self.h]
         n = self.options.recompute_layers
         if self.options.recompute != "full":
-            return [(here, False)]
-        if self.options.recompute_method == "block":
-            return [([i], True) for i in here[:n]] + [(here[n:], False)]
-        return [(here[i : i + n], True) for i in range(0, len(here), n)]
+            yield here, False
+        elif self.options.recompute_method == "block":
+            # The first n layers, each for itself.
+            for i in here[:n]:
+                yield [i], True
+            yield here[n:], False
+        else:
+            # Uniformly: all layers, n at a time.
+            for i in range(0, len(here), n):
+                yield here[i : i + n], True
 
     def keep_inputs(self, pinned: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context that decides where the inputs of recomputed layers are kept."""
@@ -228,7 +258,8 @@ class GPT(nn.Module):
         layers: list[int],
     ) -> tuple[Tensor | None, Tensor]:
         p = self.m.attention_dropout if self.training and shared.where.samples is not None else 0.0
-        draws = p > 0 and not is_reference(self.m.attention_impl, p, pending.device)
+        # The reference's dropout is a hash; a fused kernel draws from the device's generator.
+        draws = p > 0 and not uses_reference(self.m.attention_impl, p, pending.device.type)
         for i in layers:
             layer = functools.partial(
                 self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1]
@@ -264,23 +295,28 @@ class GPT(nn.Module):
     def dropout_rows(self, where: Positions) -> list[Tensor | None]:
         """Return each site's hashes of (seed, sample, place, site), [B, T] or as the stream."""
         count = 2 * self.layers + 1
-        branches, embedding = self.m.hidden_dropout > 0, self.m.dropout_of_embeddings > 0
-        if not ((branches or embedding) and self.training and where.samples is not None):
+        branches = self.m.hidden_dropout > 0
+        embedding = self.m.dropout_of_embeddings > 0
+        if not (branches or embedding) or not self.training or where.samples is None:
             return [None] * count
+        # Under sequence parallelism the stream has other rows than attention.
+        samples = where.samples[:, None]
+        columns = where.columns
         if where.stream is not None and where.stream.samples is not None:
-            rows = dropout.site_rows(where.seed, count, where.stream.samples, where.stream.columns)
-        else:
-            assert where.columns is not None
-            rows = dropout.site_rows(where.seed, count, where.samples[:, None], where.columns)
-        sites = list(rows.unbind())
-        return [
-            rows if (branches if site else embedding) else None for site, rows in enumerate(sites)
-        ]
+            samples = where.stream.samples
+            columns = where.stream.columns
+        assert columns is not None
+        rows = dropout.site_rows(where.seed, count, samples, columns)
+        sites: list[Tensor | None] = list(rows.unbind())
+        if not embedding:
+            sites[0] = None
+        if not branches:
+            sites[1:] = [None] * (count - 1)
+        return sites
 
     def head(self, y: Tensor) -> Tensor:
-        return self.finish(
-            self.product(y, self.wte.weight if self.lm_head is None else self.lm_head.weight)
-        )
+        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        return self.finish(self.product(y, weight))
 
     def finish(self, logits: Tensor) -> Tensor:
         """Return the logits as losses and sampling take them; any way to compute them ends here."""
@@ -314,24 +350,33 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
         if name.endswith("bias") or (kind == "proj" and m.zero_init_projections):
             p.zero_()
         elif p.ndim == 1:
-            p.fill_(factor - 1.0 if m.apply_layernorm_1p and kind.startswith("ln_") else factor)
+            # A norm's weight is stored minus one with --apply-layernorm-1p.
+            is_less = m.apply_layernorm_1p and kind.startswith("ln_")
+            p.fill_(factor - 1.0 if is_less else factor)
         else:
+            # Only 63 bits of the hash are the seed: it is not negative as a signed number either.
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            random = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+            # Draw in place where p is a plain tensor of the format that is drawn.
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
-            name_seed = (
-                int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
-                >> 1
-            )
-            random = torch.Generator().manual_seed(name_seed)
             is_own = p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
-            draw = p[:true_rows] if is_own else torch.empty(true_rows, *p.shape[1:])
-            if m.init_method_xavier_uniform:  # for one matrix [out, in], also if gated
-                bound = math.sqrt(6 / (draw.numel() // draw.shape[-1] + draw.shape[-1]))
+            shape = true_rows, *p.shape[1:]
+            draw = p[:true_rows] if is_own else torch.empty(shape)
+            if m.init_method_xavier_uniform:
+                # The bound is for a matrix [out, in]; the two of a gated MLP count as one.
+                inputs = draw.shape[-1]
+                outputs = draw.numel() // inputs
+                bound = math.sqrt(6 / (outputs + inputs))
                 draw.uniform_(-bound, bound, generator=random)
             else:
-                std = (
-                    m.init_method_std / (2 * layers) ** 0.5 if kind == "proj" else m.init_method_std
-                )
+                std = m.init_method_std
+                # As in GPT-2: each of the 2 x layers branches adds to the stream's variance.
+                if kind == "proj":
+                    std = std / (2 * layers) ** 0.5
                 draw.normal_(0, std * factor, generator=random)
+
+            # Rows for speed alone are zero, and stay so: nothing predicts them.
             if not is_own:
                 p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0

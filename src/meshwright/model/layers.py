@@ -49,13 +49,16 @@ class Norm(nn.Module):
 
     def __init__(self, m: Model, width: int) -> None:
         super().__init__()
-        self.eps, self.plus = m.layernorm_epsilon, 1.0 if m.apply_layernorm_1p else 0.0
+        self.eps = m.layernorm_epsilon
+        self.plus = 1.0 if m.apply_layernorm_1p else 0.0
         self.weight = nn.Parameter(torch.full((width,), 1.0 - self.plus))
         self.centers = m.normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.zeros(width)) if m.norm_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype) + self.plus if self.plus else self.weight.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        if self.plus:
+            weight = weight + self.plus
         if self.centers:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             y = F.layer_norm(x, weight.shape, weight, bias, self.eps)
@@ -71,10 +74,12 @@ class Gated(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            Linear(hidden, 2 * ffn, bias=False).weight.detach().view(2, ffn, hidden)
-        )
-        self.bias = nn.Parameter(torch.zeros(2, ffn)) if bias else None
+        # One matrix, initialised as a Linear's is, and viewed as two.
+        both = Linear(hidden, 2 * ffn, bias=False).weight.detach()
+        self.weight = nn.Parameter(both.view(2, ffn, hidden))
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(2, ffn))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.product(x, self.weight, None if self.bias is None else self.bias.flatten())

@@ -30,11 +30,9 @@ def token_terms(
         logits.flatten(0, 1), labels.flatten(), vocab, first, combine
     )
     terms = {"loss": losses.view(labels.shape)}
-    return (
-        terms | {"z_loss": z_loss_coef * normalisers.view(labels.shape).square()}
-        if z_loss_coef
-        else terms
-    )
+    if z_loss_coef:
+        terms["z_loss"] = z_loss_coef * normalisers.view(labels.shape).square()
+    return terms
 
 
 def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:
@@ -43,7 +41,7 @@ def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def first_positions(length: int) -> list[int]:
-    """Return where ranges of positions begin over which losses are averaged: 0, 1, 2, 4, 8 ..."""
+    """Return the first of each range of positions with a mean loss of its own: 0, 1, 2, 4, 8 ..."""
     return [0, *(1 << k for k in range((length - 1).bit_length()))]
 
 

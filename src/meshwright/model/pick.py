@@ -6,30 +6,31 @@ import torch
 from torch import nn
 
 from meshwright.config.schema import Model, Precision, Training
-from meshwright.model.attention import compile_each_shape, is_reference
+from meshwright.model.attention import compile_each_shape
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block, Options
-from meshwright.model.kind import block_kind
+from meshwright.model.kind import block_kind, uses_reference
 
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
     """Return how to run the network on this device."""
     kind = block_kind(t, m, p, device.type)
-    fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
-    recompute = (
-        t.recompute_granularity,
-        t.recompute_method,
-        t.recompute_num_layers,
-        t.checkpoint_in_cpu,
+    return Options(
+        recompute=t.recompute_granularity,
+        recompute_method=t.recompute_method,
+        recompute_layers=t.recompute_num_layers,
+        inputs_on_host=t.checkpoint_in_cpu,
+        fp32_residual=p.fp32_residual_connection and (p.fp16 or p.bf16),
+        compiled=kind == "compiled",
+        fused=kind == "fused",
     )
-    return Options(*recompute, fp32_residual, kind == "compiled", kind == "fused")
 
 
 def pick(m: Model, device: torch.device, options: Options) -> tuple[type[Block], str]:
     """Return the block class, which must equal the plain `Block`, and a description for the log."""
     if m.attention_impl == "reference":
         attention = "reference attention, as asked for"
-    elif is_reference(m.attention_impl, m.attention_dropout, device):
+    elif uses_reference(m.attention_impl, m.attention_dropout, device.type):
         attention = "reference attention, whose dropout depends on no micro-batch"
     else:
         attention = "fused attention"

@@ -11,15 +11,19 @@ from meshwright.config.schema import Model
 
 
 def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of position x frequency, times YaRN's factor of attention."""
+    """Return cosines and sines of position x frequency, times YaRN's attention factor."""
     angles = ids.to(dtype) * frequencies(m, ids.device, dtype)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
+    # Queries and keys both turn by these, so their products grow by the factor's square.
     factor = m.attention_factor
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    if factor == 1.0:
+        return cos, sin
+    return cos * factor, sin * factor
 
 
 def frequencies(m: Model, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the frequency of each pair, [rotating / 2]: from 1 to 1 / base, then scaled."""
+    """Return the frequency of each pair, [rotating / 2]: from 1 to almost 1 / base, then scaled."""
     powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=device) / m.rotating
     plain = 1.0 / m.rotary_base**powers
     if m.rope_scaling == "linear":
@@ -39,8 +43,10 @@ def _mix(m: Model, plain: Tensor, slowness: Tensor) -> Tensor:
 def _slowness_of_llama3(m: Model, plain: Tensor) -> Tensor:
     """Return 1 for at most `low` turns in the original positions, falling to 0 at `high`."""
     turns = m.original_positions * plain / (2 * math.pi)
-    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
-    return 1 - ((turns - low) / (high - low)).clamp(0, 1)
+    low = m.rope_low_freq_factor
+    high = m.rope_high_freq_factor
+    fastness = (turns - low) / (high - low)
+    return 1 - fastness.clamp(0, 1)
 
 
 def _slowness_of_yarn(m: Model, plain: Tensor) -> Tensor:
@@ -50,6 +56,7 @@ def _slowness_of_yarn(m: Model, plain: Tensor) -> Tensor:
     `beta_slow` turns.
     """
 
+    # Pair i turns positions * base^(-2i / rotating) / (2 pi) times; this solves for i.
     def pair(turns: float) -> float:
         return (
             m.rotating
@@ -57,6 +64,7 @@ def _slowness_of_yarn(m: Model, plain: Tensor) -> Tensor:
             / (2 * math.log(m.rotary_base))
         )
 
+    # Bounds and the 0.001 that keeps the ramp from dividing by 0 are those of YaRN's own code.
     first = max(math.floor(pair(m.beta_fast)), 0)
     last = min(math.ceil(pair(m.beta_slow)), m.rotating - 1)
     numbers = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)

@@ -43,20 +43,22 @@ class FlatAdamW:
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, kinds)
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
+        # One tensor for all ranges, one after the other; each range's state is a view of it.
         exp_avg, exp_avg_sq = (
             torch.zeros(sum(sizes), dtype=state_dtype(o, key, master.dtype), device=device)
             for key in ("exp_avg", "exp_avg_sq")
         )
         self.draws = make_block_draws(places, self.step) if is_rounded(o) else None
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
+        # The state has the ranges one after the other, each a view that a checkpoint may fill.
         parts = zip(
             ranges, torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True
         )
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, m, v in parts}
-        self.counted = self.table[:, :0]
+        self.counted = self.table[:, :0]  # until `count` says which
 
     def count(self, ranges: list[adamw.FlatRange]) -> None:
-        """Let the norm consist of these ranges, of whatever rule."""
+        """Count these ranges in the norm, whatever their rule."""
         self.counted = adamw.make_table(ranges, self.step.device)
 
     def squares(self) -> Tensor:
@@ -64,7 +66,7 @@ class FlatAdamW:
         return adamw.sum_squares(self.buffers.gradients, self.counted)
 
     def clip_and_check(self, squares: Tensor, loss: Tensor, scalars: StepScalars) -> GradientCheck:
-        """Compute the clip factor and whether the step is applied, which counts it."""
+        """Return the clip factor and whether the step is applied; count it if so."""
         if not isinstance(scalars.lr, Tensor):
             # In one transfer; a CUDA graph brings tensors of its own.
             on_host = torch.tensor(scalars, dtype=torch.float64)

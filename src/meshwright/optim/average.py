@@ -31,6 +31,7 @@ class MovingAverage:
 
     def update(self, is_finite: Tensor) -> None:
         """Follow an update of the weights, if it was applied."""
+        # A skipped update counts 0, so that its step is 0 too.
         applied = is_finite.to(self.count)
         self.count += applied
         decay = ((1 + self.count) / (10 + self.count)).clamp(max=self.decay)
@@ -40,6 +41,7 @@ class MovingAverage:
 
     def swap(self) -> None:
         """Let the average and the weights change places, bit for bit."""
+        # A part at a time, so that the copy in between stays small.
         for value, master in zip(self.values, self.masters, strict=True):
             parts = (torch.split(x.view(-1), SWAP_CHUNK) for x in (value, master))
             for a, b in zip(*parts, strict=True):

@@ -8,8 +8,8 @@ works against the update:
     w <- w - lr (u + weight decay w [u w >= 0])
 
 A chunk of a parameter is updated at a time, so that no more than that exists in float32 beside the
-parameter. The new weights follow from the new state before this is rounded. AdamW is for where its
-kernel over flat buffers does not run.
+parameter. The new weights follow from the new state before this is rounded. The AdamW here serves
+where the kernel over flat buffers does not run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshwright.kernels.moments import PlaceDraws
 from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import CHUNK, STATE
 
-# In float64, by which layouts are compared, what is smaller has no sign: it is 0 but for rounding,
-# such as the gradient of a bias of keys, and its sign would depend on the order of sums.
+# In float64, in which layouts are compared, a smaller number counts as 0. It would be 0 but for
+# rounding, as the gradient of the keys' bias, and its sign would depend on the order of sums.
 ROUNDING = 1e-13
 
 
@@ -43,10 +43,12 @@ class ElementwiseRule(OwnRule):
         for group in self.param_groups:
             for p in group["params"]:
                 state = [self.state[p][key] for key in self.keys]
+                # Views: what a chunk writes reaches the parameter and its state.
                 chunks = (x.detach().view(-1).split(CHUNK) for x in (p, p.grad, *state))
                 draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, *stored in zip(*chunks, strict=True):
                     self._update(weight, gradient, stored, draws, group)
+                    # The next chunk's elements come after these in the parameter.
                     if draws is not None:
                         draws = draws.after(len(weight))
 
@@ -58,6 +60,8 @@ class ElementwiseRule(OwnRule):
         draws: PlaceDraws | None,
         group: dict[str, Any],
     ) -> None:
+        # `skipped` is known on the device alone, so a step to be skipped is computed too, and then
+        # every number is replaced by itself.
         skipped = scalar(self.found_inf, weight)
         now = gradient / scalar(self.grad_scale, weight)
         old = [moments.expanded(x, weight.dtype) for x in stored]
@@ -92,6 +96,7 @@ class AdamW(ElementwiseRule):
     ) -> tuple[Tensor, ...]:
         lr = group["lr"]
         t = self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
+        # Adam's corrections, for the first steps' moments, which begin at 0.
         size = lr / (1 - self.constants.beta1**t)
         root = (1 - self.constants.beta2**t).rsqrt()
         decay = lr * group["weight_decay"]
@@ -111,6 +116,7 @@ class SGD(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
+        # The new momentum: the old one, faded, the gradient and the decay.
         ahead = weight * scalar(group["weight_decay"], weight)
         ahead.add_(gradient)
         ahead.add_(state[0] * self.momentum)
@@ -145,8 +151,9 @@ class Lion(ElementwiseRule):
         ahead = moment * self.beta1 + gradient * (1 - self.beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
+        # Decay and step as in AdamW; the step has the same size for every element.
         decay = scalar(1 - lr * group["weight_decay"], weight)
         rate = scalar(lr, weight)
         new = muon.moved(weight, ahead.sign_(), decay, rate, self.is_cautious)
-        del ahead
+        del ahead  # before the moment's terms take as much memory
         return new, moment * self.beta2 + gradient * (1 - self.beta2)

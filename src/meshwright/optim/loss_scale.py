@@ -19,8 +19,8 @@ def dtype_of(p: Precision) -> torch.dtype:
 class LossScale:
     """Megatron's loss scale: halved on overflow after the hysteresis, doubled after clean steps.
 
-    The hysteresis is refilled only when the scale grows: at the start, the first overflow changes
-    nothing and each further one halves the scale. Without --fp16 the scale stays 1.
+    The hysteresis is refilled only when the scale grows. With the default of 2, the first overflow
+    changes nothing and each one after it halves the scale. Without --fp16 the scale stays 1.
     """
 
     def __init__(self, p: Precision) -> None:
@@ -36,6 +36,7 @@ class LossScale:
         self.in_a_row = 0  # overflows
 
     def update(self, is_overflow: bool) -> None:
+        # A fixed scale cannot answer, but overflows in a row end the run in the end.
         self.in_a_row = self.in_a_row + 1 if is_overflow else 0
         if not self.dynamic:
             return
@@ -45,6 +46,7 @@ class LossScale:
             if self.hysteresis <= 0:
                 self.scale = max(self.scale / 2, self.p.min_loss_scale)
             return
+        # Try a larger scale after enough steps without an overflow.
         self.clean += 1
         if self.clean >= self.p.loss_scale_window:
             self.clean = 0
@@ -52,7 +54,11 @@ class LossScale:
             self.scale = self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
-        """Whether an overflow only skips a step: not at the minimum, nor 20 times in a row."""
+        """Whether an overflow at this scale is harmless, as it only skips a step.
+
+        It is not where a dynamic scale cannot fall further, nor, with a fixed one, 20 times in a
+        row.
+        """
         return scale > self.p.min_loss_scale if self.dynamic else self.in_a_row < 20
 
     def state(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Spread:
     """
 
     forms: list[MatrixForm]  # of the parameters
-    device: torch.device  # which orthogonalises; parameters and moments may be on the host
+    device: torch.device  # of the iterations; parameters and moments may be on the host
     exchange: Exchange | None = None
 
 
@@ -126,6 +126,8 @@ class Muon(OwnRule):
         self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]
     ) -> None:
         ahead, norms = self._advance(matrices, group)
+        # The norms are those of whole matrices, where the parameters are. Sections, and matrices
+        # that go to another device, get norms there.
         if form.sections or ahead.device != self.spread.device:
             x = orthogonalise_all(ahead.to(self.spread.device), form, group["ns_steps"])
         else:
@@ -143,7 +145,9 @@ class Muon(OwnRule):
         def kind(i: int, _: Tensor) -> Hashable:
             return forms[i].scale, parameters[i].shape
 
+        # A round at a time bounds the memory of look-aheads and updates.
         for one_round in exchange.rounds:
+            # To the owners, the look-aheads of this rank's parts.
             mine = self._look_ahead(one_round.members, group)
             stacks = exchange.collect(one_round, mine, ahead_like)
             updates: Stacks = {}
@@ -152,6 +156,7 @@ class Muon(OwnRule):
                 numbers, ahead = stacks.pop(form)
                 updates[form] = numbers, self._orthogonalise_chunks(ahead, form, steps)
                 del ahead
+            # Back from them, the updates of this rank's parts, which have shapes of their own.
             for parts in exchange.give_back(one_round, updates, update_like):
                 for some in chunks(parts, kind, self.chunk):
                     first = some[0][0]
@@ -182,6 +187,7 @@ class Muon(OwnRule):
         self, matrices: list[nn.Parameter], group: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         first = matrices[0]
+        # All of them have a gradient; the condition tells mypy.
         gradients = [p.grad for p in matrices if p.grad is not None]
         moments = [self._moment(p) for p in matrices]
         draws = None if self.rounding is None else [self.rounding.draws(p) for p in matrices]
@@ -192,6 +198,7 @@ class Muon(OwnRule):
     def _subtract(
         self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
     ) -> None:
+        # The form's scale gives the update AdamW's size, so that one learning rate serves both.
         first = matrices[0]
         lr = group["lr"]
         decay = scalar(1 - lr * group["weight_decay"], first)
@@ -250,7 +257,7 @@ def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
         out.append(x if ratio == 1 else x * ratio)
     if not form.sections:
         return out[0].view(ahead.shape)
-    # Back to the order of the rows: the groups, of each its sections.
+    # Back to the order of the rows: one group after the other, with the sections of each together.
     by_group = []
     for x, rows in zip(out, form.sections, strict=True):
         by_group.append(x.view(len(ahead), -1, rows, x.shape[-1]))
@@ -258,9 +265,11 @@ def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
 
 
 def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
-    """Return the matrices of parameters [n, *shape]: of each kind [count, rows, columns]."""
+    """Return the matrices of parameters [n, *shape], as [count, rows, columns] for each section."""
     if not form.sections:
+        # A gate's stack [n, 2, rows, columns] has 2 n matrices.
         return [x.reshape(-1, *form.shape[-2:])]
+    # A section's rows of all groups are one matrix, unless each group's are.
     groups = x.view(len(x), -1, sum(form.sections), x.shape[-1])
     count = len(x) * groups.shape[1] if form.by_group else len(x)
     sections = groups.split_with_sizes(form.sections, dim=2)
@@ -269,6 +278,7 @@ def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
 
 def orthogonalise_either(x: Tensor, steps: int) -> Tensor:
     """Return the matrices x [n, r, c] of norm 1, of any shape, with singular values of about 1."""
+    # X X^T is then the smaller of the two squares.
     if x.shape[1] > x.shape[2]:
         return orthogonalise(x.mT, steps).mT
     return orthogonalise(x, steps)
@@ -282,6 +292,7 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
     if is_gram is None:
         is_gram = x.dtype is torch.float16 and 2 * x.shape[2] >= GRAM * x.shape[1]
     if is_gram:
+        # After MUON_RESTART iterations R is computed again: its rounding errors have grown.
         for first in range(0, steps, MUON_RESTART):
             q = polynomial_of_gram(x, min(MUON_RESTART, steps - first))
             x = multiply_symmetric(q, x)
@@ -298,8 +309,10 @@ def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
     r = symmetric_product(x, x, scale=SPREAD)
     q = None
     for step in range(steps):
+        # P = c R^2 + b R + a I, of an R that is SPREAD times as large.
         p = symmetric_product(r, r, r, C / SPREAD**2, B / SPREAD, A)
         q = p if q is None else symmetric_product(q, p)
+        # The next R is that of P X: P R P, as P is symmetric.
         if step + 1 < steps:
             pr = symmetric_product(p, r)
             r = symmetric_product(pr, p)

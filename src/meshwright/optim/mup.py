@@ -44,9 +44,11 @@ class Factors(NamedTuple):
 
 def factors_of(m: Model, name: str, is_matrix: bool, is_muon: bool = False) -> Factors:
     """Return the factors of a parameter; all are 1 at the base, and without one."""
+    # The rows of the table above, one after the other.
     width = m.width_growth
     depth = m.depth_growth
     module, _, _ = name.rpartition(".")
+    # The rows of the table above: matrices of layers, ends of branches, the head's factor.
     initial = rate = 1.0
     if is_matrix and name.startswith("h."):
         initial /= math.sqrt(width)
@@ -57,4 +59,5 @@ def factors_of(m: Model, name: str, is_matrix: bool, is_muon: bool = False) -> F
     if module == ("lm_head" if m.untie_embeddings_and_output_weights else "ln_f"):
         initial /= width
         rate /= width
+    # Rate x decay, which shrinks a weight, is that of the base.
     return Factors(initial, rate, 1 / rate)

@@ -19,7 +19,7 @@ STATE = {
 }
 AVERAGE = "ema"  # the average of --ema, in a checkpoint beside the state of any rule
 
-# Tables with a peak rate of their own -> its setting.
+# Parameters that may have a peak rate of their own -> the setting that gives it.
 OWN_RATES = {
     "wte.weight": "embedding_lr",
     "wpe.weight": "embedding_lr",
@@ -29,7 +29,7 @@ OWN_RATES = {
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
 MUON_RESTART = 3  # iterations of Muon's gram form, after which it begins again with a new R
 MUON_TILE = 128  # rows of a tile of symmetric products, whose columns are twice as many
-GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
+GRAM = 3  # the gram form is for matrices with at least GRAM / 2 columns for each row
 MUON_HALF = 665  # rows of matrices whose products reach half of the speed of large ones
 CHUNK = 1 << 24  # elements that the other rules update at a time: four copies in float32 are 256 MB
 
@@ -136,17 +136,18 @@ def form_of(o: Optimizer, m: Model | None, name: str, shape: tuple[int, ...]) ->
 
 
 def muon_flops(short: int, long: int, steps: int) -> float:
-    """Return the operations of orthogonalising a matrix as optim/muon.py does from Hopper on.
+    """Return the operations that optim/muon.py needs for a matrix, on Hopper or a later GPU.
 
-    Of symmetric products, the half below the diagonal and the tiles on it are computed.
+    There a symmetric product computes only the tiles on the diagonal and below it.
     """
+    # T rows of tiles have T (T + 1) / 2 on or below the diagonal, and wide tiles reach beyond it.
     half = min(1.0, 0.5 + MUON_TILE / short)
     wide = 2.0 * short**2 * long
     square = 2.0 * short**3
     if 2 * long < GRAM * short:
         return steps * (wide + half * (wide + square))
     # The gram form begins anew after MUON_RESTART iterations. Each time it takes X X^T and Q X, and
-    # 4 products of squares an iteration, but for Q in the first and R in the last.
+    # 4 products of squares an iteration, less one for Q in the first and two for R in the last.
     costs = []
     for first in range(0, steps, MUON_RESTART):
         count = min(MUON_RESTART, steps - first)
@@ -156,7 +157,9 @@ def muon_flops(short: int, long: int, steps: int) -> float:
 
 def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
     """Give each number to the rank with the least load so far, the costliest first."""
+    # Of equal costs the lower number comes first, so that all ranks find the same owners.
     out = {}
+    # Of equal costs or loads the lower number comes first, so that all ranks find the same.
     for i in sorted(costs, key=lambda i: (-costs[i], i)):
         rank = out[i] = min(range(len(loads)), key=loads.__getitem__)
         loads[rank] += costs[i]
@@ -164,7 +167,7 @@ def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
 
 
 def packed(numbers: Iterable[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Return the numbers in lists whose sizes add up to at most `limit`, unless it is one."""
+    """Return the numbers in lists, each of one number or with sizes of at most `limit` in all."""
     out = list[list[int]]()
     total = 0
     for i in numbers:

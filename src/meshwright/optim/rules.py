@@ -86,6 +86,7 @@ def make_optimizer(
             spread,
             is_cautious=o.cautious_weight_decay,
         )
+    # Ours where torch has no such rule, or not with these settings; else torch's fused ones.
     if rule == "lion":
         return elementwise.Lion(parameters, o.lion_beta1, o.lion_beta2, o.cautious_weight_decay)
     if rule == "sgd":

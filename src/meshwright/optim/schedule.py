@@ -33,6 +33,7 @@ class Schedule:
     wsd_style: str = "exponential"
 
     def lr(self, samples: int) -> float:
+        # Megatron's formulas, in its order of operations.
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
         if self.style == "constant":
@@ -47,6 +48,7 @@ class Schedule:
     def _left(self, samples: int) -> float:
         """Return the position between the lowest rate (0) and the highest (1)."""
         style = self.style
+        # `ratio` is the part of the fall that is over.
         if style == "WSD":  # stable, then a final decay in a style of its own
             style = self.wsd_style
             begin = self.decay - self.wsd_samples
@@ -62,6 +64,7 @@ class Schedule:
         return 0.5 * (math.cos(math.pi * ratio) + 1)
 
     def wd(self, samples: int) -> float:
+        # In proportion to the rate, so that rate x decay falls as its square.
         if self.wd_style == "rate":
             return self.end_wd * (self.lr(samples) / self.max_lr) if self.max_lr else 0.0
         if self.wd_style == "constant" or samples > self.wd_samples:
@@ -97,7 +100,7 @@ class ScheduleValue(NamedTuple):
     """How a field of Schedule is named when a run is resumed."""
 
     title: str  # in Megatron's log
-    flags: str  # that set it
+    flags: str  # the flags that set it
     length: str = ""  # name in an error, of a value counted in samples
     is_megatrons: bool = True  # otherwise it is logged only if it differs
 
@@ -204,7 +207,7 @@ def resume_schedule(
 ) -> tuple[Schedule, list[str]]:
     """Return the schedule to continue with and Megatron's nine log lines.
 
-    A difference raises UserError unless one of the two flags decides about it.
+    A difference raises SettingsError unless one of the two flags decides which value holds.
     """
     lines = []
     different = []
@@ -224,11 +227,13 @@ def resume_schedule(
             values[name] = new
             lines.append(f" > overriding {value.title} value to {new}")
             continue
-        matters = name != "wd_samples" or has_ramp  # else the decay has no length
+        # Without a ramp the weight decay's length says nothing: ours may differ, and holds.
+        matters = name != "wd_samples" or has_ramp
         if new != old and matters and not takes_saved:
             different.append(describe_difference(name, before, ours, c))
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
+    # One error lists all differences, and the flags that decide between the two schedules.
     if different:
         head = "the schedule differs from the checkpoint's"
         override = "add {override_opt_param_scheduler=True}"

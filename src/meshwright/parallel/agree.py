@@ -35,6 +35,7 @@ def on_all(group: ProcessGroup | None, device: torch.device, *steps: Step) -> st
             reason = step() or ""
         except Exception as error:
             reason = f"it failed: {type(error).__name__}: {first_line(error)}"
+        # Before the next step, whose collectives a rank that failed would not join.
         if group is not None:
             has_reason = torch.tensor(float(bool(reason)), device=device)
             dist.all_reduce(has_reason, dist.ReduceOp.MAX, group)
@@ -46,17 +47,18 @@ def on_all(group: ProcessGroup | None, device: torch.device, *steps: Step) -> st
 
 def map_memory_of(group: ProcessGroup) -> Any:
     """Return torch's module of symmetric memory, ready for the group."""
+    # torch reads the variable when it imports this module, so it is set before.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric
 
-    # newer torch needs no call
+    # Newer torch has deprecated the call: it needs none.
     if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):
         symmetric.enable_symm_mem_for_group(group.group_name)
     return symmetric
 
 
 def to_map_memory(
-    flag: str,
+    flag: tuple[str, str, str, str],
     wanted: str,
     group: ProcessGroup,
     device: torch.device,
@@ -65,10 +67,10 @@ def to_map_memory(
 ) -> str:
     """Return "" if the steps, which map memory and compare results, succeed on all ranks, or why.
 
-    `flag` names the ranks, a flag and its values that forbid and demand memory; `unworthy` says why
-    "auto" does without.
+    `flag` names the kind of ranks, a flag, and its values that forbid and demand mapped memory;
+    `unworthy` says why "auto" does without.
     """
-    ranks, name, never, always = flag.split()
+    ranks, name, never, always = flag
     if wanted == never:
         reason = f"of {name} {never}"
     elif device.type != devices.NVIDIA:
@@ -86,6 +88,7 @@ def to_map_memory(
 
 def is_spread(group: ProcessGroup, device: torch.device) -> bool:
     """Return whether the group's ranks are on several machines."""
+    # The largest and, negated, the smallest hash: equal only if all are.
     name = zlib.crc32(socket.gethostname().encode())
     ends = torch.tensor([name, -name], device=device)
     dist.all_reduce(ends, dist.ReduceOp.MAX, group)

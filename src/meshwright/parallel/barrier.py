@@ -48,6 +48,7 @@ def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
     out = []
     others = [(rank + k) % ranks for k in range(1, ranks)]
     for phase in (0, 1):
+        # Word `phase * ranks + r` of a rank's memory is what rank r writes there.
         out += [(WRITE, words[r] + 4 * (phase * ranks + rank), 1) for r in others]
         for r in others:
             own = words[rank] + 4 * (phase * ranks + r)
@@ -56,10 +57,10 @@ def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
 
 
 class StreamBarrier:
-    """Let the current stream write and wait: by `operations`, until those of all ranks come here.
+    """A rank's side of a barrier: each call lets the current stream write and wait as `listed`.
 
-    All barriers of one object must be submitted to one stream, or in an order that streams keep.
-    `kept` lives as long as the object.
+    All calls must be on one stream, or on several whose order is fixed. `kept` lives as long as the
+    object.
     """
 
     def __init__(
@@ -83,20 +84,20 @@ class StreamBarrier:
 
 
 def count_words(ranks: int) -> int:
-    """Return the words of a rank's barrier, and one to try whether streams can wait."""
+    """Count the words of a rank's barrier, and one to try whether streams can wait."""
     return 2 * ranks + 1
 
 
 def stream_barrier(words: list[Tensor], rank: int) -> StreamBarrier | None:
     """Return a barrier for one stream of each rank, or None where streams cannot wait.
 
-    `words` are what each rank has mapped for it, `count_words` of 4 bytes, which are 0.
+    `words` has the memory that each rank has mapped for it: `count_words` of 4 bytes, all 0.
     """
     own = words[rank]
     if own.device.type != devices.NVIDIA:
         return None
     try:
-        last = own[-1:].data_ptr()  # which no barrier uses
+        last = own[-1:].data_ptr()  # a word that no barrier uses
         StreamBarrier([(WRITE, last, 1), (WAIT, last, 1)], own.device)()
         return StreamBarrier(operations([x.data_ptr() for x in words], rank), own.device, words)
     except (AttributeError, OSError, RuntimeError):  # an AMD GPU, or an old driver

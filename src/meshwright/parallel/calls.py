@@ -6,6 +6,7 @@ A call is the name of an action, which every rank has registered, with small ten
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -57,17 +58,23 @@ class Calls:
         text = json.dumps([name, *shapes]).encode()
         text += b" " * (-len(text) % 8)
         head = torch.frombuffer(bytearray(text), dtype=torch.int64)
-        body = torch.cat([head, *(x.flatten() for x in tensors)])
-        self.team.broadcast(torch.tensor([len(head), len(body)]))
+        numbers = [x.flatten() for x in tensors]
+        body = torch.cat([head, *numbers])
+        # Others must know how much to expect before they can receive it.
+        sizes = torch.tensor([len(head), len(body)])
+        self.team.broadcast(sizes)
         self.team.broadcast(body)
 
     def _receive(self) -> tuple[str, list[Tensor]]:
         sizes = torch.empty(2, dtype=torch.int64)
         self.team.broadcast(sizes)
-        head, length = sizes.tolist()
+        begin, length = sizes.tolist()
         body = torch.empty(length, dtype=torch.int64)
         self.team.broadcast(body)
-        name, *shapes = json.loads(body[:head].numpy().tobytes())
-        counts = [torch.Size(shape).numel() for shape in shapes]
-        parts = torch.split(body[head:], counts) if counts else ()
-        return name, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        name, *shapes = json.loads(body[:begin].numpy().tobytes())
+        tensors = []
+        for shape in shapes:
+            end = begin + math.prod(shape)
+            tensors.append(body[begin:end].view(shape))
+            begin = end
+        return name, tensors

@@ -1,7 +1,7 @@
 """Collectives: plain ones, and differentiable ones whose backward pass is the opposite collective.
 
-Where torch.compile traces them they are torch's functional collectives, which it needs. Each of
-those takes the host about 0.4 ms more, for which a step waits that no CUDA graph replays.
+Where torch.compile traces them they are torch's functional collectives, which it needs. Elsewhere
+they are not: each takes the host about 0.4 ms more, for which a step without CUDA graphs waits.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def start_all_gather(x: Tensor, group: ProcessGroup, waits: bool = False) -> Sta
         return Started(_gather(x.contiguous(), 0, group), None)
     count = len(x) * dist.get_world_size(group)
     y = x.new_empty(count, *x.shape[1:])
+    # With `waits` there is no work to wait for: the current stream does so by itself.
     work = gather_into(y, x.contiguous(), group=group, async_op=not waits)
     return Started(y, work)
 

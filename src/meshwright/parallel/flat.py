@@ -159,9 +159,7 @@ class FlatStore(Store):
 
         # The full buffers, in symmetric memory if copy engines sum and gather them.
         part = self.size // self.shard_count
-        self.symmetric_gradients = (
-            mapper.zeros(self.size, self.full_dtype) if mapper else None
-        )  # gradients
+        self.symmetric_gradients = mapper.zeros(self.size, self.full_dtype) if mapper else None
         self.symmetric_weights = (
             mapper.zeros(self.size, self.dtype) if mapper and self.is_sharded else None
         )
@@ -620,7 +618,7 @@ class FlatStore(Store):
 
 
 class FlatMainGrad:
-    """The total of one parameter's gradient, to which hooks and kernels add: a gradients.Sink."""
+    """The total of a parameter's gradient, to which hooks and kernels add: a gradients.MainGrad."""
 
     def __init__(self, store: FlatStore, bucket: Bucket, name: str, uses: int) -> None:
         self.store = store

@@ -37,7 +37,7 @@ GROUPS = {
 # Bytes of a tensor rank's rows from which copies are worth their waits. On two H200s, 8 MiB (4,096
 # rows of 1,024) made a step 8 % slower and 40 MiB (8,192 of 2,560) 6 % faster.
 WORTHWHILE_BYTES = 16 << 20
-MORE_ROOMS = 2  # that a tensor rank maps beside one for the rows of each: for sums of rows
+MORE_ROOMS = 2  # rooms that a tensor rank maps for sums of rows, besides one for each rank's rows
 LANES = ("forward", "backward", "forward around", "backward around")
 
 # How often the ranks of a world have connected a layout: a process may be in several worlds, one
@@ -71,6 +71,7 @@ class Layout:
 
     def at(self, *names: str) -> int:
         """Return this rank's position in a dimension, or in several combined."""
+        # The digits of the rank's number, the fastest dimension first.
         position = {}
         rest = self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
@@ -132,6 +133,7 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
     if ranks["matrices"] in (ranks["shard"], ranks["tp"]):
         del ranks["matrices"]  # `Layout.group` names the other one
+    # A middle stage of the pipeline is not among the embedding's ranks.
     groups = {}
     for name, members in ranks.items():
         if len(members) > 1 and layout.rank in members:

@@ -21,7 +21,7 @@ is left off.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,15 @@ from meshwright.kernels.matmul import affine, product
 from meshwright.parallel import comm
 from meshwright.parallel.agree import to_map_memory
 from meshwright.parallel.layout import MORE_ROOMS, WORTHWHILE_BYTES
-from meshwright.parallel.symmetric_memory import Arrival, BufferMapper
+from meshwright.parallel.symmetric_memory import Arrival, BufferMapper, submitting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
-# Of a rank's rows, each multiplied and fetched alone: the fewest of which one is fetched while
-# another is multiplied, since each takes a barrier and makes products smaller.
+# A rank's rows are multiplied and fetched in so many pieces: the fewest that let one be fetched
+# while another is multiplied, since each more costs a barrier and makes the products smaller.
 PIECES = 2
 
 
@@ -82,7 +82,7 @@ class PlainMatmuls:
 
 
 class Arrivals(list[Arrival]):
-    """Several copies of one tensor, which it keeps until then, waited for together."""
+    """The ends of several copies from one tensor, which is kept until then."""
 
     def __init__(self, source: Tensor) -> None:
         super().__init__()
@@ -104,7 +104,6 @@ class OverlappedMatmuls(PlainMatmuls):
         super().__init__(group)
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
-        self.device = device
         self.room = room
         mapper = BufferMapper(group, device)
         memory = mapper.zeros(room * (self.ranks + MORE_ROOMS), torch.uint8)
@@ -120,32 +119,35 @@ class OverlappedMatmuls(PlainMatmuls):
     def mapped(self, rank: int, number: int, rows: int, width: int, like: Tensor) -> Tensor:
         """Return rows at the beginning of one of a rank's rooms."""
         size = rows * width * like.element_size()
-        room = self.memory[rank][number * self.room :]
-        return room[:size].view(like.dtype).view(rows, width)
+        begin = number * self.room
+        room = self.memory[rank][begin : begin + size]
+        return room.view(like.dtype).view(rows, width)
 
     def send(self, x: Tensor, keeps_rows: bool) -> tuple[Tensor, Arrivals]:
         """Start to send contiguous rows to all ranks; return all ranks' rows, and how to wait.
 
-        The first of what is to be waited for are the rows of the rank before this one, then those
-        of the one before that, and so on.
+        The arrivals are in the order of the copies: first the rows of the rank before this one,
+        then those of the rank before that, and so on.
         """
         n, width = x.shape
         # Those of all ranks are consecutive.
         own = self.memory[self.rank]
         rows = own[: self.ranks * x.nbytes].view(x.dtype).view(self.ranks * n, width)
         arrivals = Arrivals(x)
-        with self.submitting(self.stream):
+        with submitting(self.stream):
             self.barrier()  # all ranks have used the rows of the last gather
+            # Round k: to the rank k places on, so that each receives from one rank only.
             for k in range(1, self.ranks):
                 theirs = self.memory[(self.rank + k) % self.ranks]
                 to = theirs[self.rank * x.nbytes :][: x.nbytes]
                 to.view(x.dtype).view(n, width).copy_(x, non_blocking=True)
                 self.barrier()  # all have come that were sent in this round
-                arrivals.append(self.arrival(self.stream))
+                arrivals.append(Arrival(self.stream))
+        # This rank's own rows among the others', on a stream that waits for no other rank.
         if keeps_rows:
-            with self.submitting(self.filling):
+            with submitting(self.filling):
                 rows.chunk(self.ranks)[self.rank].copy_(x, non_blocking=True)
-                arrivals.append(self.arrival(self.filling))
+                arrivals.append(Arrival(self.filling))
         return rows, arrivals
 
     def start_gather(self, x: Tensor) -> comm.Started:
@@ -199,38 +201,33 @@ class OverlappedMatmuls(PlainMatmuls):
             sums.append(self.mapped(self.rank, room, n, width, x).chunk(PIECES))
             others.append(self.mapped(before, room, n, width, x).chunk(PIECES))
         sums.append(y.chunk(PIECES))
+        # Round k multiplies the rows that are k + 1 places back; in the last one these are its own.
         fetched: list[Arrival] = []
         for k, own in enumerate(sums):
             fetching = fetched
             fetched = []
             for j, piece in enumerate(parts[(self.rank - 1 - k) % self.ranks]):
+                # The product adds to the sum that has come from the rank before.
                 if k:
                     fetching[j].wait()
                     own[j].addmm_(piece, weight)
                 else:
                     multiply(piece, weight, bias, own[j])
                 if k < self.ranks - 1:
-                    with self.submitting(self.stream):
+                    with submitting(self.stream):
                         self.barrier()  # all ranks have multiplied this piece
                         sums[k + 1][j].copy_(others[k][j], non_blocking=True)
-                        fetched.append(self.arrival(self.stream))
+                        fetched.append(Arrival(self.stream))
                     if (k, j) == (self.ranks - 2, len(own) - 1):
                         with devices.use_stream(self.stream):
                             self.barrier()  # all have fetched, and may multiply anew
-                            fetched.append(self.arrival(self.stream))
+                            fetched.append(Arrival(self.stream))
+        # So that what comes next on this stream cannot overwrite sums before they are fetched.
         fetching[-1].wait()
         return comm.Started(y, None)
 
     def back_gather_multiply(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return self.gather_multiply(grad, weight.t(), keeps_rows=True)
-
-    def submitting(self, stream: Any) -> Any:
-        """Submit to a stream, after all earlier work of the current one."""
-        stream.wait_stream(devices.current_stream(self.device))
-        return devices.use_stream(stream)
-
-    def arrival(self, stream: Any) -> Arrival:
-        return Arrival(stream.record_event(), self.device)
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -248,6 +245,7 @@ def choose_matmuls(
     `room` is the bytes of a rank's rows; `unworthy` says why "auto" does without. Every rank of the
     group must call this; all get the same kind.
     """
+    # The plain products, and behind them the overlapped ones, if memory can be mapped.
     chosen = [PlainMatmuls(group)]
 
     def map_memory() -> None:
@@ -259,9 +257,8 @@ def choose_matmuls(
 
     if not unworthy and room < WORTHWHILE_BYTES:
         unworthy = f"the rows of a micro-batch are few: {room >> 20} MiB on a rank, of {WORTHWHILE_BYTES >> 20}"
-    reason = to_map_memory(
-        "tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], unworthy
-    )
+    flag = ("tensor", "--tp-overlap", "off", "on")
+    reason = to_map_memory(flag, wanted, group, device, [map_memory, compare], unworthy)
     return chosen[0 if reason else -1], reason
 
 
@@ -285,6 +282,7 @@ def largest_difference(chosen: PlainMatmuls, device: torch.device) -> float:
             torch.randn(count, width, generator=own, device=device).bfloat16()
             for count in (rows, width, rows * ranks)
         )
+        # What is valid only until the next gather is copied.
         for by, found in zip((plain, chosen), results, strict=True):
             found.append(by.gather_multiply(x, weight, bias)[0])
             found += [part.clone() for part in by.back_gather_multiply(x, weight.t())]

@@ -121,23 +121,34 @@ class OwnerRanks:
         # Each step needs them again.
         self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))
         self.owners = dict[int, int]()
+        self.rounds = list[Round]()
+        # A round has so many matrices that each owner has a chunk of them; `loads` goes on from
+        # round to round, so that the costs of all of them are even.
         sizes = [math.prod(p.form.shape) for p in parameters]
         loads = [0.0] * sharers.size
-        self.rounds = list[Round]()
-        for members in packed(range(len(parameters)), sizes, MUON_CHUNK * sharers.size):
+        for members in packed(
+            range(len(parameters)),
+            sizes,
+            MUON_CHUNK * sharers.size,
+        ):
             costs = {i: parameters[i].form.cost(steps) for i in members}
             self.owners |= assign(costs, loads)
+            # A rank receives its part of each update, so that MUON_CHUNK elements arrive at a time.
             pieces = packed(members, sizes, MUON_CHUNK * sharers.parts)
             self.rounds.append(self._round(members, pieces))
 
     def _round(self, members: list[int], pieces: list[list[int]]) -> Round:
         s = self.sharers
-        ranks = range(self.sharers.size)
         mine = {i: elements(self.boxes(i, s.rank)) for i in members}
 
         def at_owner(some: list[int]) -> list[tuple[int, int, int]]:
-            own = [i for i in some if self.owners[i] == s.rank]
-            return [(r, i, elements(self.boxes(i, r))) for i in own for r in ranks]
+            """Return the parts (rank, member, elements) of those members that this rank owns."""
+            parts = []
+            for i in some:
+                if self.owners[i] == s.rank:
+                    sizes = [elements(self.boxes(i, rank)) for rank in range(s.size)]
+                    parts += [(rank, i, size) for rank, size in enumerate(sizes)]
+            return parts
 
         def sends(rank: int, i: int) -> bool:
             return s.sends(self.parameters[i], rank, self.owners[i])
@@ -150,7 +161,12 @@ class OwnerRanks:
         for some in pieces:
             own = [(self.owners[i], i, mine[i]) for i in some]
             returns.append((Parcels(s.size, at_owner(some)), Parcels(s.size, own)))
-        return Round(members, Parcels(s.size, sent), Parcels(s.size, received), returns)
+        return Round(
+            members,
+            Parcels(s.size, sent),
+            Parcels(s.size, received),
+            returns,
+        )
 
     def collect(
         self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor
@@ -169,6 +185,7 @@ class OwnerRanks:
                 values[place] = look_ahead.flatten()
         if self.sharers.parts > 1:  # else each parameter is whole where it is
             values = comm.exchange(values, sent.sizes, received.sizes, self.sharers.group)
+        # Matrices of one form are orthogonalised at once, so they lie in one tensor.
         own: dict[MatrixForm, list[int]] = {}
         for i in one_round.members:
             if self.owners[i] == self.sharers.rank:
@@ -187,6 +204,7 @@ class OwnerRanks:
             out = like.new_empty(sent.total)
             copy_all((to, value) for value, to in self._views(updates, sent, out))
             values = comm.exchange(out, sent.sizes, received.sizes, self.sharers.group)
+            # A rank without a part of a matrix receives nothing of it.
             parts = []
             for (_, i), place in received.places.items():
                 if place.start < place.stop:

@@ -60,8 +60,14 @@ class ParallelModel:
         layout = self.layout
         samples = None if seed is None else b.sample_ids
         w = Positions(
-            samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads
+            samples,
+            seed=seed or 0,
+            first_sample=b.first_sample,
+            position_ids=b.position_ids,
+            documents=b.doc_ids,
+            heads=self.heads,
         )
+        # A context rank's tokens are some columns of each sample; attention sees all columns.
         first = layout.at("cp") * t
         if layout.cp > 1:
             w.columns = torch.arange(first, first + t, device=device)
@@ -77,10 +83,12 @@ class ParallelModel:
         # With sequence parallelism a rank has some of all tokens [B t], as one row.
         rows = b.tokens.numel() // self.layout.tp
         n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
-        columns = (first + n % t)[None]
+        columns = first + n % t
         of_samples = None if samples is None else samples[n // t][None]
-        ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-        return StreamPositions(of_samples, columns, ids)
+        ids = None
+        if b.position_ids is not None:
+            ids = b.position_ids.flatten()[n][None]
+        return StreamPositions(of_samples, columns[None], ids)
 
     def infer(
         self, batches: Sequence[Batch], finish: Finish, seed: int | None = None
@@ -89,9 +97,11 @@ class ParallelModel:
 
         Ranks without the model's head return nothing.
         """
+        # Changing the mode goes through all modules, so it is done only where it changes.
+        drops = seed is not None
         for part in self.parts:
-            if part.training != (seed is not None):
-                part.train(seed is not None)
+            if part.training != drops:
+                part.train(drops)
         on_device = [batch.to(self.device) for batch in batches]
         inputs = [ModelInput(b.tokens, self.where(b, seed)) for b in on_device]
         return self.run_passes(inputs, finish)
@@ -116,6 +126,7 @@ class ParallelModel:
 
         def run_and_finish(part: Any, i: int, stream: Tensor | None) -> Tensor:
             out = self.run_part(part, inputs[i], stream, **options)
+            # A custom model, which has no pipeline, need not say whether it has a head.
             return finish(out, i) if self.pipeline is None or part.has_head else out
 
         if self.pipeline is not None:
@@ -134,6 +145,7 @@ class ParallelModel:
                 self.layout, "1f1b", self.parts, part.m.hidden_size, False, dtype
             )
             self.pipeline.open(self.device)
+            # From the last stage to the first there is one more path.
             self.send_to_rank_0(torch.zeros(1, dtype=dtype, device=self.device), (1,))
 
     def gather_ids(self, logits: Tensor) -> Tensor:
@@ -174,6 +186,7 @@ def build_parallel_model(
     `sizes` are the vocabulary's, true and padded, and the number of positions. `layers` holds the
     number of layers of each pipeline stage.
     """
+    # Cut before memory is allocated: on the meta device a tensor has a shape only.
     with torch.device("meta"):
         (part,) = stages(lambda: GPT(m, *sizes), layers, layout)
         heads = shard_layers(part, layout, None, 0)

@@ -57,9 +57,14 @@ class Pipeline:
         dtype: torch.dtype,
     ) -> None:
         """`hidden`, `sequence` (parallelism) and `dtype` describe the stream that is sent."""
-        self.layout, self.schedule, self.parts = layout, name, parts
-        self.hidden, self.sequence, self.dtype = hidden, sequence, dtype
-        self.rank, self.size = layout.at("pp"), layout.pp
+        self.layout = layout
+        self.schedule = name
+        self.parts = parts
+        self.hidden = hidden
+        self.sequence = sequence
+        self.dtype = dtype
+        self.rank = layout.at("pp")
+        self.size = layout.pp
         self.ranks = layout.peers("pp")
         self.stages = stages_of(self.rank, self.size, len(parts))
         self.sent: list[tuple[Any, Tensor]] = []  # messages on their way
@@ -70,14 +75,19 @@ class Pipeline:
         NCCL connects two ranks at their first message, and both hosts wait for it; within a
         schedule they would wait for each other.
         """
-        x, ends = torch.zeros(1, device=device), self.size * len(self.parts) - 1
-        for stage in (*range(0, ends, 2), *range(1, ends, 2)):
+        x = torch.zeros(1, device=device)
+        last = self.size * len(self.parts) - 1
+        # First the pairs of stages that begin at an even one, which can connect at the same time,
+        # then the others.
+        for stage in (*range(0, last, 2), *range(1, last, 2)):
             for begin, way in ((stage, 1), (stage + 1, -1)):
-                source, to = self.rank_of(begin), self.rank_of(begin + way)
-                if self.rank == source:
-                    dist.send(x, self.ranks[to], group=self._lane(begin, way))
-                elif self.rank == to:
-                    dist.recv(x, self.ranks[source], group=self._lane(begin, way))
+                lane = self._lane(begin, way)
+                source = self.rank_of(begin)
+                to = self.rank_of(begin + way)
+                if self.layout.rank == source:
+                    dist.send(x, to, group=lane)
+                elif self.layout.rank == to:
+                    dist.recv(x, source, group=lane)
 
     def train(
         self,
@@ -90,24 +100,29 @@ class Pipeline:
 
         `before_backward` is called before each backward pass with whether it is its stage's last.
         """
-        passes: dict[tuple[int, int], ForwardPass] = {}  # whose backward pass is to come
+        passes: dict[tuple[int, int], ForwardPass] = {}  # those whose backward pass is to come
         losses: list[Tensor] = []
         actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
         most = most_sent(len(self.parts))
 
         def run_action(action: Action, received: Tensor | None) -> None:
             op, chunk, i = action
-            part, stage = self.parts[chunk], self.stages[chunk]
+            part = self.parts[chunk]
+            stage = self.stages[chunk]
             if op == "F":
+                # What was received is a leaf, whose gradient goes back to the stage before.
                 if received is not None:
                     received.requires_grad_()
                 output = forward(part, i, received)
+                sending = None
                 if part.has_head:
                     losses.append(output.detach())
                     output = output * scale
-                sending = None if part.has_head else self._send(output.detach(), stage, 1)
+                else:
+                    sending = self._send(output.detach(), stage, 1)
                 passes[chunk, i] = ForwardPass(received, output, sending)
             else:
+                # The output's memory may go once it has been sent.
                 source, output, sending = passes.pop((chunk, i))
                 if sending is not None:
                     sending.wait()
@@ -117,7 +132,8 @@ class Pipeline:
                     assert source.grad is not None
                     self._send_and_keep(source.grad, stage, -1)
                     if len(self.sent) > most:
-                        self.sent.pop(0)[0].wait()
+                        work, _ = self.sent.pop(0)
+                        work.wait()
 
         self._run(actions, tokens, run_action)
         return losses
@@ -133,10 +149,12 @@ class Pipeline:
                 results.append(output)
             else:
                 self._send_and_keep(output, self.stages[action.chunk], 1)
-                # the receiver may need another one first
+                # Let go of what has been sent, but wait for nothing: the receiver may need another
+                # message first.
                 while self.sent and self.sent[0][0].is_completed():
                     self.sent.pop(0)
 
+        # Without backward passes, all micro-batches may go through one chunk before the next.
         order = [
             Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(tokens))
         ]
@@ -157,34 +175,41 @@ class Pipeline:
 
     def _receive(self, action: Action, tokens: Tensor) -> Tensor | None:
         """Return what an action needs from another stage, if anything."""
-        part, stage = self.parts[action.chunk], self.stages[action.chunk]
-        if part.has_embedding if action.op == "F" else part.has_head:
+        part = self.parts[action.chunk]
+        is_forward = action.op == "F"
+        # The first stage begins with tokens, and the last one's backward pass with the loss.
+        begins_here = part.has_embedding if is_forward else part.has_head
+        if begins_here:
             return None
-        way = 1 if action.op == "F" else -1
-        source = self.rank_of(stage - way)
+        way = 1 if is_forward else -1
+        sender = self.stages[action.chunk] - way
+        # With sequence parallelism the stream is a tensor rank's share of all tokens, in one row.
         rows = (1, tokens.numel() // self.layout.tp) if self.sequence else tokens.shape
         buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=tokens.device)
-        dist.recv(buffer, self.ranks[source], group=self._lane(stage - way, way))
+        dist.recv(buffer, self.rank_of(sender), group=self._lane(sender, way))
         return buffer
 
     def _send(self, x: Tensor, stage: int, way: int) -> Any:
-        to = self.rank_of(stage + way)
-        return dist.isend(x.contiguous(), self.ranks[to], group=self._lane(stage, way))
+        return dist.isend(x.contiguous(), self.rank_of(stage + way), group=self._lane(stage, way))
 
     def _send_and_keep(self, x: Tensor, stage: int, way: int) -> None:
         self.sent.append((self._send(x, stage, way), x))
 
     def rank_of(self, stage: int) -> int:
-        return stage % self.size
+        """Return the rank, among all of the run, that has a stage."""
+        return self.ranks[stage % self.size]
 
     def _lane(self, sender: int, way: int) -> Any:
         """Return the group for messages from a stage to the next or previous one.
 
         Between two ranks, each group is used in one direction only.
         """
+        name = "forward" if way > 0 else "backward"
+        # From the last rank to the first, where the next chunk of layers begins.
         low = min(sender, sender + way)
-        around = (low + 1) % self.size == 0
-        return self.layout.groups[("forward" if way > 0 else "backward") + " around" * around]
+        if (low + 1) % self.size == 0:
+            name += " around"
+        return self.layout.groups[name]
 
 
 def stages(make: Callable[[], GPT], layers: list[int], layout: Layout) -> list[GPT]:
@@ -196,7 +221,9 @@ def stages(make: Callable[[], GPT], layers: list[int], layout: Layout) -> list[G
         return [make()]
     parts = []
     for stage in stages_of(layout.at("pp"), layout.pp, len(layers) // layout.pp):
-        part, begin = make(), sum(layers[:stage])
-        part.keep(range(begin, begin + layers[stage]), stage == 0, stage == len(layers) - 1)
+        part = make()
+        begin = sum(layers[:stage])
+        own = range(begin, begin + layers[stage])
+        part.keep(own, has_embedding=stage == 0, has_head=stage == len(layers) - 1)
         parts.append(part)
     return parts

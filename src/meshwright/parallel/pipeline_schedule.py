@@ -43,12 +43,13 @@ def schedule(
             f"interleaving needs micro-batches ({microbatches}) that are a multiple of the stages ({pp})"
         )
     total = microbatches * chunks
+    # Forward passes before the first backward one.
     if name == "gpipe":
         ahead = total
     elif chunks == 1:
         ahead = pp - rank - 1  # as many as the first micro-batch needs to come back
-    # Megatron's: twice as far, since forward and backward of a step belong to different chunks
     else:
+        # Megatron's: twice as far, since forward and backward of a step belong to different chunks.
         ahead = 2 * (pp - rank - 1) + (chunks - 1) * pp
 
     def forward(k: int) -> Action:
@@ -62,6 +63,7 @@ def schedule(
         _, chunk, microbatch = forward(k)
         return Action("B", chunks - 1 - chunk, microbatch)
 
+    # Then one forward and one backward pass in turn, until forward passes run out.
     actions = [forward(k) for k in range(min(ahead, total))]
     for k in range(total):
         if ahead + k < total:

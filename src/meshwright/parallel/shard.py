@@ -45,21 +45,25 @@ CUTS = {
 # Of a first matrix the outputs are cut: rows [group, its queries then k then v, head_dim] of
 # attn.qkv between groups, [F, H] or a gate's [2, F, H] of mlp.fc. Of a second one the inputs are.
 for _name, _matrix in MATRICES.items():
-    _part, _is_first = r"h\.\d+\." + re.escape(_name), _matrix.pair == "first"
+    _part = r"h\.\d+\." + re.escape(_name)
+    _is_first = _matrix.pair == "first"
     CUTS[rf"{_part}\.weight"] = CutRule(-2 if _is_first else -1)
     CUTS[rf"{_part}\.bias"] = CutRule(-1 if _is_first else None)
 
 
 def rule(name: str) -> CutRule:
-    return next(
-        (r for pattern, r in CUTS.items() if re.fullmatch(pattern, name)), CutRule(None, "never")
-    )
+    for pattern, known in CUTS.items():
+        if re.fullmatch(pattern, name):
+            return known
+    return CutRule(None, "never")
 
 
 def is_partial(name: str, tp: int, sequence: bool) -> bool:
     """Whether the gradient of a parameter must be summed over the tensor ranks."""
     cut, partial, _ = rule(name)
-    return tp > 1 and cut is None and (partial == "always" or (partial == "sequence" and sequence))
+    if tp == 1 or cut is not None:
+        return False
+    return partial == "always" or (partial == "sequence" and sequence)
 
 
 def unit(name: str) -> str:
@@ -87,12 +91,16 @@ def aligned(size: int, parts: int = 1) -> int:
 def rows(shape: Sequence[int], ranks: int, position: int = 0) -> tuple[int, int, int]:
     """Return a rank's rows with ZeRO 3: the dimension that is cut, the first row, their number.
 
-    It is the first dimension, but the second of a gate's [2, F, H].
+    It is the first dimension, or the second of a gate's [2, F, H] if more than two ranks divide F.
     """
-    dimension = 1 if len(shape) > 1 and shape[0] < ranks and shape[1] % ranks == 0 else 0
-    each = -(-shape[dimension] // ranks)
-    first = min(position * each, shape[dimension])
-    return dimension, first, min(each, shape[dimension] - first)
+    dimension = 0
+    if len(shape) > 1 and shape[0] < ranks and shape[1] % ranks == 0:
+        dimension = 1
+    # Rounded up, so that the last ranks may have fewer rows, or none.
+    size = shape[dimension]
+    each = -(-size // ranks)
+    first = min(position * each, size)
+    return dimension, first, min(each, size - first)
 
 
 @dataclass(frozen=True)
@@ -116,13 +124,18 @@ class Sharding:
     def is_counted(self, name: str) -> bool:
         """Whether this rank's values count in norms and are saved; the others are copies."""
         at = self.layout.at
+        # The last stage's copy of the token table.
         if self.tied and name == "wte.weight" and at("pp"):
             return False
-        return not (at("tp") and not self.is_sharded(name)) and not at(*self.replicated)
+        # What is not cut is whole on every tensor rank; the first one's counts.
+        if at("tp") and not self.is_sharded(name):
+            return False
+        return not at(*self.replicated)
 
     def full_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
         """Return the shape of the full tensor, given that of a tensor rank's part."""
-        cut, full = rule(name).cut, list(shape)
+        full = list(shape)
+        cut = rule(name).cut
         if cut is not None:
             full[cut] *= self.layout.tp
         return tuple(full)
@@ -134,7 +147,8 @@ class Sharding:
 
     def offsets(self, name: str, shape: torch.Size, tensor: int) -> list[int]:
         """Return where a tensor rank's part of this shape begins."""
-        cut, out = rule(name).cut, [0] * len(shape)
+        out = [0] * len(shape)
+        cut = rule(name).cut
         if cut is not None:
             out[cut] = tensor * shape[cut]
         return out
@@ -144,10 +158,13 @@ class Sharding:
 
         All are as saved in a checkpoint: without rows beyond the true vocabulary.
         """
-        (_, _, has_vocab), full, part = rule(name), list(self.full_shape(name, shape)), list(shape)
+        full = list(self.full_shape(name, shape))
         offsets = self.offsets(name, shape, self.layout.at("tp"))
-        if has_vocab:
-            full[0], part[0] = self.vocab, min(max(self.vocab - offsets[0], 0), shape[0])
+        part = list(shape)
+        if rule(name).rows:
+            # The last tensor ranks may have padding alone.
+            full[0] = self.vocab
+            part[0] = min(max(self.vocab - offsets[0], 0), shape[0])
         return full, offsets, part
 
 
@@ -160,15 +177,22 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
         return []
     if not shape:
         return [((), ())]
+    # Rows `complete` to `last` - 1 are complete.
     inner = math.prod(shape[1:])
-    complete, last = -(-begin // inner), end // inner  # rows `complete` to `last` - 1 are complete
+    complete = -(-begin // inner)
+    last = end // inner
 
     def of_row(row: int, low: int, high: int) -> list[Box]:
         return [((row, *offset), (1, *size)) for offset, size in boxes(shape[1:], low, high)]
 
+    # All within one row.
     if complete > last:
         return of_row(last, begin % inner, end % inner)
-    cut = of_row(complete - 1, begin % inner, inner) if begin % inner else []
+    # The end of a row, complete rows as one box, and the beginning of a row: any may be missing.
+    out = []
+    if begin % inner:
+        out += of_row(complete - 1, begin % inner, inner)
     if complete < last:
-        cut.append(((complete, *[0] * len(shape[1:])), (last - complete, *shape[1:])))
-    return cut + of_row(last, 0, end % inner)
+        offsets = (complete, *[0] * len(shape[1:]))
+        out.append((offsets, (last - complete, *shape[1:])))
+    return out + of_row(last, 0, end % inner)

@@ -8,9 +8,9 @@ one part of a bucket:
     barrier: all buckets are full | fetch the others' values of my part, and add them |
     barrier: all parts are added  | fetch the others' parts
 
-A barrier takes no multiprocessor (barrier.py). All of this is submitted to a stream of its own; of
-it, only the addition, which touches 3 / r of the bucket's bytes, needs some. A rank has fetched all
-it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
+All of this is submitted to a stream of its own. A barrier takes no multiprocessor (barrier.py);
+only the r - 1 additions do, each of which touches 3 / r of the bucket's bytes. A rank has fetched
+all it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
 
 Hand-written because torch has no sum of its symmetric memory by copy engines: its own operations
 on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
@@ -36,15 +36,21 @@ if TYPE_CHECKING:
 TRIAL_SIZE = 1 << 22  # elements, whose copy takes so long that a missing wait shows
 
 
-class Arrival:
-    """The end of work on another stream, in the form of torch's works."""
+def submitting(stream: Any) -> Any:
+    """Submit to a stream, after all earlier work of the current one."""
+    stream.wait_stream(devices.current_stream(stream.device))
+    return devices.use_stream(stream)
 
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self.event = event
-        self.device = device
+
+class Arrival:
+    """The end of all work that a stream has been given so far, in the form of torch's `Work`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event = stream.record_event()
+        self.device = stream.device
 
     def wait(self) -> None:
-        """Let all later work of this stream wait for it."""
+        """Let all later work of the current stream wait for it."""
         devices.current_stream(self.device).wait_event(self.event)
 
 
@@ -59,7 +65,6 @@ class SymmetricBuffer:
         self.rank = rank
         self.barrier = barrier
         self.stream = stream
-        self.device = self.own.device
         self.fetched = self.own.new_empty(0)
 
     def reserve(self, size: int) -> None:
@@ -73,23 +78,23 @@ class SymmetricBuffer:
 
     def total(self, begin: int, size: int) -> Arrival:
         """Start to sum a range over the ranks, in place."""
-        with self.submitting():
+        with submitting(self.stream):
             part = self.part(begin, size, self.rank)
             self.add(part, self.own[part])
             self.fetch(begin, size)
-        return self.arrival()
+        return Arrival(self.stream)
 
     def scatter(self, begin: int, size: int, out: Tensor) -> Arrival:
         """Start to sum this rank's part of a range into `out`."""
-        with self.submitting():
+        with submitting(self.stream):
             self.add(self.part(begin, size, self.rank), out)
-        return self.arrival()
+        return Arrival(self.stream)
 
     def gather(self, begin: int, size: int) -> Arrival:
         """Start to fetch the others' parts of a range."""
-        with self.submitting():
+        with submitting(self.stream):
             self.fetch(begin, size)
-        return self.arrival()
+        return Arrival(self.stream)
 
     def add(self, part: slice, out: Tensor) -> None:
         self.barrier()  # all ranks have written what is summed
@@ -110,14 +115,6 @@ class SymmetricBuffer:
             part = self.part(begin, size, rank)
             self.own[part].copy_(self.all[rank][part], non_blocking=True)
 
-    def submitting(self) -> Any:
-        """Submit to the stream of copies, after all earlier work of the current stream."""
-        self.stream.wait_stream(devices.current_stream(self.device))
-        return devices.use_stream(self.stream)
-
-    def arrival(self) -> Arrival:
-        return Arrival(self.stream.record_event(), self.device)
-
 
 class BufferMapper:
     """Makes the mapped buffers of one group of ranks."""
@@ -128,6 +125,7 @@ class BufferMapper:
         self.stream = devices.new_stream(device)
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
+        # One barrier for all buffers: what they submit is in the order of one stream.
         words, by_kernel = self.map(count_words(self.ranks), torch.int32)
         self.barrier = stream_barrier(words, self.rank) or by_kernel
 
@@ -168,14 +166,14 @@ def choose_mapper(
     def compare() -> str:
         return "" if sums_are_right(trials[0], group) else "its sums differ from the collectives'"
 
-    flag = "data-parallel --data-parallel-sums collectives copies"
+    flag = ("data-parallel", "--data-parallel-sums", "collectives", "copies")
     reason = to_map_memory(flag, wanted, group, device, [map_memory, compare])
     return (None if reason else mappers[0]), reason
 
 
 def sums_are_right(trial: SymmetricBuffer, group: ProcessGroup) -> bool:
     """Return whether a sum of integers, which no order of addition changes, is the collective's."""
-    integers = torch.arange(TRIAL_SIZE, device=trial.device, dtype=torch.float32)
+    integers = torch.arange(TRIAL_SIZE, device=trial.own.device, dtype=torch.float32)
     expected = trial.own.copy_(integers * (dist.get_rank(group) + 1)).clone()
     dist.all_reduce(expected, group=group)
     trial.reserve(TRIAL_SIZE)

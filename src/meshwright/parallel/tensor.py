@@ -75,7 +75,7 @@ class _ColumnParallel(torch.autograd.Function):
         # The sum over the ranks runs while the parameters' gradients are computed.
         of_x = product(grad, parameter.flatten(0, -2))
         back = comm.start_all_reduce(of_x, ctx.group)
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        of_bias = gradients.of_bias(ctx, grad)
         of_weight = gradients.from_product(ctx.parameter, grad, x)
         return comm.wait_for(back), of_weight, of_bias, None
 
@@ -96,9 +96,11 @@ class _GatheredColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
+        # Rows arrive while the input's gradient is computed, and that is summed over the ranks
+        # while the parameters' are.
         rows = ctx.by.start_gather(x)
         back = ctx.by.back_multiply_scatter(grad, parameter.flatten(0, -2))
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        of_bias = gradients.of_bias(ctx, grad)
         of_weight = gradients.from_product(ctx.parameter, grad, comm.wait_for(rows))
         return comm.wait_for(back), of_weight, of_bias, None
 
@@ -119,8 +121,8 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        # Of the gradient as it comes, which may know its sums.
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        # From the gradient as it comes, with which the sums of its columns may be kept.
+        of_bias = gradients.of_bias(ctx, grad)
         of_x, rows = ctx.by.back_gather_multiply(grad[0], parameter)
         of_weight = gradients.from_product(ctx.parameter, rows, x)
         return of_x, of_weight, of_bias, None
@@ -139,7 +141,8 @@ class VocabularyRows(nn.Module):
         rows = ids - self.first
         is_own = (rows >= 0) & (rows < len(self.weight))
         # Other ranks' ids look up row 0, whose result becomes 0.
-        x = F.embedding(rows.where(is_own, 0), self.weight)
+        rows = rows.where(is_own, 0)
+        x = F.embedding(rows, self.weight)
         return self.add_up(x.masked_fill(~is_own.unsqueeze(-1), 0))
 
 
@@ -155,18 +158,17 @@ class Exchanged(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         n = self.ranks
         b, t, _, d = q.shape
-        parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         # Sent [destination, B, T / n, heads and groups / n, d], received [source, B, ...]; a name
-        # would keep either through attention.
-        columns = (
-            comm.exchanged(torch.cat(parts, dim=3), self.group)
-            .transpose(0, 1)
-            .reshape(b, n * t, -1, d)
-        )
-        q, k, v = columns.split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
+        # of its own would keep either through attention.
+        parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+        columns = comm.exchanged(torch.cat(parts, dim=3), self.group)
+        columns = columns.transpose(0, 1).reshape(b, n * t, -1, d)
+        sizes = [x.shape[3] for x in parts]
+        q, k, v = columns.split(sizes, dim=2)  # type: ignore[no-untyped-call]
         o = self.attend(q, k, v, shared)  # [B, T, heads / n, d]
         # [rank whose heads these are, B, T / n, heads / n, d]
-        o = comm.exchanged(o.reshape(b, n, t, -1, d).transpose(0, 1), self.group)
+        o = o.reshape(b, n, t, -1, d).transpose(0, 1)
+        o = comm.exchanged(o, self.group)
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
@@ -185,6 +187,7 @@ def shard_layers(
     blocks: list[Any] = list(model.h.children())
     heads = None
     if tp is not None or cp is not None:
+        # A tensor rank's heads are divided among its context ranks.
         assert m.num_attention_heads
         count = m.num_attention_heads // (layout.tp * layout.cp)
         first = (layout.at("tp") * layout.cp + layout.at("cp")) * count
@@ -202,7 +205,9 @@ def shard_layers(
         rows = x.flatten(0, -2)
         y: Tensor
         if by is not linear:
-            y = by(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
+            # Such as fp8's, which cannot be taken apart to overlap with a collective.
+            rows = comm.gathered(rows, tp) if sequence else comm.copied(rows, tp)
+            y = by(rows, parameter, bias)
         elif sequence:
             y = _GatheredColumnParallel.apply(rows, parameter, bias, by_rows)  # type: ignore[no-untyped-call]
         else:
@@ -220,20 +225,22 @@ def shard_layers(
             return add_bias(add_up(by(x, parameter)), bias)
         return _RowParallel.apply(x.flatten(0, 1), parameter, bias, by_rows)  # type: ignore[no-any-return,no-untyped-call]
 
+    # Replace each parameter that is cut by one of its part's shape.
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)
         if rule.cut is not None:
             shape = list(p.shape)
             shape[rule.cut] //= layout.tp
+            part = nn.Parameter(torch.empty(shape, device=p.device))
             owner, _, leaf = name.rpartition(".")
-            setattr(
-                model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device))
-            )
+            setattr(model.get_submodule(owner), leaf, part)
+
+    # Then the products around which there are collectives, the token table and the head.
     for block in blocks:
         for name, matrix in matrices_of(m).items():
             is_first = matrix.pair == "first"
             block.get_submodule(name).product = column_parallel if is_first else row_parallel
-    if model.has_embedding or hasattr(model, "wte"):
+    if hasattr(model, "wte"):  # the first stage, and the last one if the head is tied
         model.wte = VocabularyRows(model.wte, layout.at("tp") * len(model.wte.weight), add_up)  # type: ignore[assignment]
     model.product = column_parallel
     return heads
@@ -249,7 +256,9 @@ def combine_over(group: ProcessGroup | None) -> Combine | None:
 
     def combine(lse: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
         high = comm.all_reduce(lse, group, "max")
-        both = comm.all_reduce(torch.stack([(lse - high).exp(), picked]), group)
-        return both[0].log() + high, both[1]
+        # Relative to the highest, as any log-sum-exp; both sums travel together.
+        shares = (lse - high).exp()
+        total, picked = comm.all_reduce(torch.stack([shares, picked]), group)
+        return total.log() + high, picked
 
     return combine

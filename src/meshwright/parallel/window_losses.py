@@ -37,7 +37,7 @@ class WindowBatch(NamedTuple):
 
 
 AT_ONCE = 64  # full micro-batches whose windows are sorted by length and given to a scorer together
-WIDTH = 16  # few widths are few variants of a kernel
+WIDTH = 16  # micro-batches are multiples of this wide: few widths need few variants of a kernel
 
 # Micro-batches to [rows of all of them, 2 + ranges] float64 on the host: the nats of a row's
 # counted predictions, how many of these have the likeliest token as their label, and the nats of
@@ -122,13 +122,21 @@ def score_part(net: ParallelModel, vocab: int, batches: list[WindowBatch]) -> Te
     a micro-batch and do not count.
     """
     layout = net.layout
-    numbers = [turn + layout.at("replicas", "shard") for turn in range(0, len(batches), layout.dp)]
+    # Copy d takes the micro-batches d, d + dp and so on; numbers beyond the last one are surplus.
+    copy = layout.at("replicas", "shard")
+    numbers = [turn + copy for turn in range(0, len(batches), layout.dp)]
     cut = [cut_columns(batches[i % len(batches)], layout) for i in numbers]
 
     def count_part(logits: Tensor, i: int) -> Tensor:
-        column = layout.at("cp") * logits.shape[1]
-        first = layout.at("tp") * logits.shape[-1]
-        return count_hits(logits, cut[i], vocab, first, layout.group("tp"), column)
+        # Tensor ranks have the logits of some ids, context ranks those of some columns.
+        return count_hits(
+            logits,
+            cut[i],
+            vocab,
+            first=layout.at("tp") * logits.shape[-1],
+            group=layout.group("tp"),
+            column=layout.at("cp") * logits.shape[1],
+        )
 
     inputs = [Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut]
     results = net.infer(inputs, count_part)
@@ -170,17 +178,16 @@ def count_hits(
     group: ProcessGroup | None = None,
     column: int = 0,
 ) -> Tensor:
-    """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
+    """Return [B, 2 + ranges] float64: what a `Scorer` returns for these rows.
 
-    With ranges of positions, the nats of each follow; the first column of `rows` is at `column`.
-
-    The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
-    others. `rows` may be on the host, from where the places that count are sent without a wait.
+    For the ranges, the first column of `rows` is at position `column`. The logits [B, T, ...] may
+    cover only the ids from `first` on; the ranks of `group` have the others. `rows` may be on the
+    host, from where the places that count are sent without a wait.
     """
     flat = logits.flatten(0, 1)
     labels = rows.labels.flatten().to(logits.device)
     places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
-    # If only few places count; else a copy would take more time and memory than it saves.
+    # Only where few places count: else a copy would take more time and memory than it saves.
     if 2 * len(places) < len(flat):
         flat = flat[places]
         labels = labels[places]
@@ -190,6 +197,7 @@ def count_hits(
         known = flat[:, : max(vocab - first, 0)]
         right = likeliest(known, first, group) == labels
     both = torch.stack([losses.double(), right.double()], dim=1)
+    # If all places were computed, those that do not count are left out now.
     if len(both) != len(places):
         both = both[places]
     dense = both.new_zeros(rows.labels.numel(), 2).index_copy_(0, places, both)

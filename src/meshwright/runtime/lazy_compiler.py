@@ -30,6 +30,7 @@ def spare(function: Callable[..., Any]) -> None:
         vars(plain).pop("__dynamo_disable", None)  # the next call makes it as torch does
         return function(*args, **named)
 
+    # A form that torch has already made stays.
     vars(plain).setdefault("__dynamo_disable", call)
 
 

@@ -1,7 +1,7 @@
-"""What the plan adds to a training: forecasts of the memory and the time that it will take.
+"""The plan's part in a training: forecasts of the memory and the time that it will take.
 
-The plan is registered as `plan` in the group `meshwright.parts`. A run does without it: it refuses
-what cannot fit by the sizes of sizes.py alone, and measures where the plan would have predicted.
+The plan is registered as `plan` in the group `meshwright.parts`. Without it a run refuses only what
+cannot fit by the sizes of sizes.py, and measures where the plan would have predicted.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from meshwright.config.schema import TrainConfig
 
 
 class StepComparison(Protocol):
-    """The first steps of a run beside what was predicted of them."""
+    """The first steps of a run beside their prediction."""
 
     def note(self, seconds: float) -> bool:
-        """Add a step; return whether there are enough to compare them."""
+        """Add a step; return whether there are now enough to compare."""
 
     def compare(self, stats: Mapping[str, int], mapped: int = 0) -> list[str]:
         """Return lines about the time and memory of rank 0, and never raise.
 
-        `stats` are torch's, `mapped` the bytes that other ranks map, which these leave out.
+        `stats` are torch's; they leave out `mapped`, the bytes that other ranks map.
         """
 
 
 class Forecast(Protocol):
-    """The methods that a run calls; None of each says that it knows nothing of such a device.
+    """A run's questions to the plan.
 
-    `padded` is the padded size of the vocabulary.
+    An answer is None if the plan does not know the device or has nothing to object. `padded` is the
+    padded size of the vocabulary.
     """
 
     def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:
@@ -52,7 +53,7 @@ class Forecast(Protocol):
         """Return a comparison with the first steps on a device, by its product's name."""
 
     def describe_long_step(self, flops: float) -> str | None:
-        """Return a sentence about a step that takes minutes on this machine's CPU cores."""
+        """Return a sentence about a step if it takes minutes on this machine's CPU cores."""
 
 
 def find_forecast() -> Forecast | None:

@@ -1,4 +1,4 @@
-"""Whether the steps of a run are CUDA graphs, decided from its settings alone. No torch."""
+"""The rule whether a run's steps are CUDA graphs, by its settings alone. No torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
 def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> str | None:
     """Return why a run's steps cannot be CUDA graphs on such a device, or with "auto" should not.
 
-    ZeRO 1 gathers the new weights while the next forward pass has begun, but a graph ends with its
-    step. So "auto" leaves it out where the device is the slower one anyway: layers of fused kernels
-    take the host about 2 ms each, in which an H200 multiplies 72 x tokens x hidden^2 = 10^12, and
-    the bound is 2^34 tokens x hidden^2.
+    ZeRO 1 gathers the new weights while the next forward pass is already under way, which a graph
+    would prevent, as it ends with its step. So "auto" uses no graphs with ZeRO 1 where the host
+    keeps ahead of the device anyway. It takes about 2 ms to launch a layer of fused kernels, in
+    which an H200 does about 10^12 operations. A layer has 72 x tokens x hidden^2 of them, so the
+    bound is 2^34 tokens x hidden^2.
     """
     t, m, p, o = config.training, config.model, config.parallel, config.optimizer
     sharded = data_parts(config) > 1
@@ -29,13 +30,13 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
         "SGD takes the learning rate from the host": o.optimizer == "sgd" and not is_rounded(o),
-        "AdamW in float64 takes the learning rate from the host": config.precision.dtype
-        == "float64"
-        and o.optimizer != "lion"
-        and not is_rounded(o),
+        "AdamW in float64 takes the learning rate from the host": (
+            config.precision.dtype == "float64" and o.optimizer != "lion" and not is_rounded(o)
+        ),
         "--timing-log-level times the parts of a step": config.logging.timing_log_level != "0",
-        "what is recomputed seeds its attention dropout anew": sampled
-        and t.recompute_granularity is not None,
+        "what is recomputed seeds its attention dropout anew": (
+            sampled and t.recompute_granularity is not None
+        ),
     }
     is_large = rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND
     unasked = {

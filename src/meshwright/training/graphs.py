@@ -46,7 +46,7 @@ WARM_UP = 2  # steps of each kind that run as usual
 TENSORS = ("tokens", "labels", "sample_ids", "loss_mask", "position_ids", "doc_ids")
 
 
-StepShape = tuple[Any, ...]  # of steps that the same pieces can run
+StepShape = tuple[Any, ...]  # steps with equal ones can be run by the same pieces
 
 
 class Backend(Protocol):
@@ -85,7 +85,7 @@ class Graphs:
         self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int
     ) -> None:
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
-        # see micro_step.Update
+        # An Update (micro_step.py): every step overwrites it.
         self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)
         self.seen: Counter[StepShape] = Counter()
         self.captured: dict[StepShape, Captured] = {}
@@ -94,7 +94,7 @@ class Graphs:
     def replay(
         self, net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int
     ) -> bool:
-        """Take a step by its captured pieces; return whether it has any."""
+        """Take a step by its captured pieces; return False, with nothing done, if it has none."""
         captured = self.find(net, batches, seed)
         if captured is None:
             return False
@@ -110,7 +110,7 @@ class Graphs:
         return True
 
     def find(self, net: Network, batches: list[Batch], seed: int) -> Captured | None:
-        """Return the pieces for a step, captured if it is time; None: the step runs as usual."""
+        """Return the pieces for a step, captured after the warm-up; None: it runs as usual."""
         kind = shape_of(batches)
         if self.why_off or kind is None or not self.store.is_settled:
             return None
@@ -125,12 +125,9 @@ class Graphs:
         self.backend.prepare()
 
         def find_room() -> str:
-            is_full = self.needs_room and not self.backend.has_room()
-            return (
-                "a step takes so much memory that none would be left for a validation"
-                if is_full
-                else ""
-            )
+            if not self.needs_room or self.backend.has_room():
+                return ""
+            return "a step takes so much memory that none would be left for a validation"
 
         def try_recording() -> str:
             try:
@@ -151,12 +148,12 @@ class Graphs:
         remark(f" > CUDA graphs: off, because {reason}")
 
     def release(self) -> None:
-        """Free all memory; the next step of each kind is captured again."""
+        """Free all captures; the next step of each kind is captured again."""
         self.captured.clear()
         self.backend.discard()
 
     def record(self, net: Network, batches: list[Batch], seed: int) -> Captured:
-        """Capture the pieces of a step of such batches, beside the tensors that they read."""
+        """Make the tensors that the pieces of a step read, and capture the pieces."""
         device = self.store.device
         copies: dict[str, Any] = {}
         for name in TENSORS:
@@ -166,7 +163,7 @@ class Graphs:
         batch = Batch(**copies, first_sample=0, unmasked=0)
         numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
         end = len(batches) - 1
-        # The first, one in the middle, and the last, which may be the same.
+        # The first, one in the middle, and the last; with fewer micro-batches some are the same.
         replays = []
         for i in sorted({0, min(1, end), end}):
             position = Position(is_first=i == 0, is_last=i == end)
@@ -176,7 +173,7 @@ class Graphs:
 
 
 def copy_into(to: Batch, batch: Batch) -> None:
-    """Copy a batch of the same shapes; from pinned memory without a wait."""
+    """Copy a batch into one of the same shapes; the host does not wait if it is pinned memory."""
     for name in TENSORS:
         x = getattr(batch, name)
         if x is not None:
@@ -184,7 +181,7 @@ def copy_into(to: Batch, batch: Batch) -> None:
 
 
 def shape_of(batches: list[Batch]) -> StepShape | None:
-    """Return the shapes of a step's batches, and whether it has a middle; None if they differ."""
+    """Return the shape of a step's batches and which pieces it has; None if the shapes differ."""
     shapes: set[StepShape] = set()
     for batch in batches:
         tensors = [getattr(batch, name) for name in TENSORS]

@@ -1,7 +1,8 @@
 """The steps under way: submitted to the device, then settled by their numbers, then logged.
 
-Running ahead needs the next learning rate and loss scale before a step is known to be finite. That
-is possible only where a bad step ends the run, or undoes the step after it.
+The host runs ahead if it submits the next step before this one is known to be finite. The next
+step's learning rate and loss scale must then not depend on this one, so a bad step must end the run
+or undo the step after it.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class Submitted(NamedTuple):
     size: int  # samples
     settings: StepSettings
     data_ms: float  # the wait for its batch
-    names: tuple[str, ...]  # of its numbers, columns of metrics.jsonl but for a few
+    names: tuple[str, ...]  # of its numbers; most are columns of metrics.jsonl
     ended: Any  # the device's mark of its end
     numbers: Callable[[], list[float]]  # waits for the device
 
 
 class Settled(NamedTuple):
-    """A step whose numbers are known, and the counters corrected by them."""
+    """A step whose numbers are known and have corrected the counters."""
 
     step: Submitted
     loss: float
@@ -71,18 +72,18 @@ class InFlight:
         self.state, self.metrics = state, metrics
         self.stragglers, self.replicas = stragglers, replicas
         self.ahead = steps_ahead(state.config, state.net.device)
-        # while the device computes the next step
+        # A step is logged while the device computes the next one.
         self.logs_late = devices.is_asynchronous(state.net.device) and not self.ahead
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
-        # of the last step, or of the last pause since then
+        # The device's mark of the end of the last settled step, or of a pause since then.
         self.ended: Any = devices.mark(state.net.device)
-        self.spent = 0.0  # seconds of the next step before that pause
+        self.spent = 0.0  # seconds of the next step that passed before that pause
 
     def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
         p, net, logging = self.state.progress, self.state.net, self.state.config.logging
-        # Whatever else is read goes with the update's numbers, in one copy to the host.
+        # Further numbers go with those of the update, in one copy to the host.
         extras: dict[str, torch.Tensor] = {}
         if logging.log_num_zeros_in_grad:
             extras["num_zeros"] = net.store.count_zero_gradients()
@@ -99,7 +100,7 @@ class InFlight:
         p.iteration += 1
         p.consumed_train_samples += size
         p.schedule_samples += size
-        # Before the numbers are copied, so that the device has passed it when they are here.
+        # Marked before the numbers are copied, so that it has been passed when they are here.
         ended = devices.mark(net.device)
         self.submitted.append(
             Submitted(
@@ -137,7 +138,7 @@ class InFlight:
         if schedule.wd_style != "constant":
             numbers["weight_decay"] = settings.weight_decay
 
-        # then the store left the weights as they were
+        # A step that is not finite has left the weights as they were.
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         state.scaler.update(skipped)
         # fp16's loss scale is found by overflows, which are no reason to act while it may fall.
@@ -164,17 +165,17 @@ class InFlight:
         return Settled(step, loss, norm, not skipped, votes)
 
     def seconds_of(self, step: Submitted) -> float:
-        """Return the time on the device from the end of the step before to this one's, less pauses.
+        """Return the device's seconds from the last step's end to this one's, without pauses.
 
-        The host may read a step's numbers long after its end, when it has submitted the next step.
+        The host's clock would not do: it may read a step's numbers long after the step has ended.
         """
         seconds = self.spent + devices.seconds_between(self.ended, step.ended)
         self.ended, self.spent = step.ended, 0.0
         return seconds
 
     def write_log(self) -> None:
-        """Log the last step that was settled, unless that is done."""
-        # Forgotten first: what fails to be written is not written twice.
+        """Log the last settled step, unless it is logged already."""
+        # Forgotten first, so that a row that fails to be written is not written twice.
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
@@ -185,9 +186,9 @@ class InFlight:
             self.metrics.event("straggler", iteration, f" > {warning}{lag}", **lag.facts())
 
     def drop(self) -> bool:
-        """Log what is settled and forget the steps since, which do not count.
+        """Log the settled step and forget those submitted since, which do not count.
 
-        Return whether one of them changed the weights.
+        Return whether one of these changed the weights.
         """
         dropped = list(self.submitted)
         self.submitted.clear()
@@ -208,7 +209,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the block, which no step is under way in, out of the next step's time."""
+        """Leave the block out of the next step's time; no step may be under way."""
         device = self.state.net.device
         begun = devices.mark(device)
         devices.synchronize(device)

@@ -1,4 +1,4 @@
-"""Whether the host submits a step before the last one has ended, from settings alone. No torch."""
+"""The rule whether the host submits a step before the last has ended, by settings. No torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from meshwright.config.schema import TrainConfig
 
 
 def runs_ahead(config: TrainConfig) -> bool:
-    """Return whether a device that computes by itself gets a step while it computes another.
+    """Return whether an asynchronous device is given a step while it still computes another.
 
-    With a scaled loss, or if a bad step is skipped, the next one depends on the last one's numbers.
+    With a scaled loss, or if bad steps are skipped, a step depends on the last one's numbers.
     Timers wait for each step anyway.
     """
     skips = config.training.on_nonfinite.word == "skip"

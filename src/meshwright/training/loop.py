@@ -61,9 +61,9 @@ class Trainer:
         self.config, self.progress = state.config, state.progress
         self.net, self.team = state.net, state.team
         self.time = timers.time if timers.level else untimed
-        self.may_have_to_stop = True  # whether any rank may have a reason to
+        self.may_have_to_stop = True  # whether the ranks have to compare their reasons
 
-        # What looks at each step's numbers: the guard reacts to bad ones, the others report.
+        # These parts look at each step's numbers: the guard reacts to bad ones, the others report.
         logging = self.config.logging
         self.stragglers = None
         if watchdog and logging.log_straggler:
@@ -72,7 +72,7 @@ class Trainer:
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
 
-        # What is done between steps.
+        # These parts act between steps.
         is_cut_short = functools.partial(stop.cuts_short, state.team)
         self.validation = Validator(state, feed, metrics, is_cut_short)
         self.saving = Saving(state, feed, metrics, self.guard, self.replicas)
@@ -92,14 +92,14 @@ class Trainer:
         return Replicas(self.net, self.team, copies, interval, save, at_once)
 
     def list_hooks(self, samples: SampleWriter | None) -> list[Hook]:
-        """Return what is done beside the steps, in the order in which it is done.
+        """Return the hooks in the order in which they run.
 
-        The order is a contract. Each is due by what those before it have left:
+        The order matters, since a hook relies on those before it:
 
         * copies are compared first, so that no damaged weights are validated or saved;
         * the validation notes the best step, which is then due to be saved;
-        * what a signal cuts short or what only reads the weights for long, the scores, comes after
-          the save, which keeps the step if the process is killed meanwhile.
+        * the scores come after the save: they take long and change nothing, and if the process is
+          killed meanwhile, the step is saved.
         """
         logging, metrics = self.config.logging, self.metrics
         hooks: list[Hook | None] = [
@@ -120,7 +120,7 @@ class Trainer:
             return ALL_DONE
         self.begin()
         with contextlib.ExitStack() as block:
-            # What is opened here is closed in the opposite order, however the run ends.
+            # Whatever begins here ends in the opposite order, however the run ends.
             logging, begun = self.config.logging, self.progress.iteration
             profile = None
             if logging.profile:
@@ -131,14 +131,14 @@ class Trainer:
             block.callback(gc.unfreeze)
             block.callback(self.feed.close)
             block.callback(startup.end_wait)
-            # The first step can take minutes, in which nothing else would be said.
+            # The first step can take minutes, during which nothing else would be logged.
             doing = "taking the first step, for which kernels are loaded or compiled"
             startup.wait(doing, is_over=lambda: self.metrics.iteration > begun)
             try:
                 reason = self.take_steps(profile)
                 self.finish()
             except BaseException:
-                # Log the steps under way; this error counts more than any that comes of it.
+                # Log the steps under way. An error of the logging must not hide this one.
                 with contextlib.suppress(Exception):
                     self.in_flight.finish_alone()
                 raise
@@ -162,7 +162,7 @@ class Trainer:
         return ALL_DONE
 
     def begin(self) -> None:
-        """Do what precedes the first step: print warnings and the beginning, save at the start."""
+        """Print warnings and the beginning, and save the first weights if --save-at-start asks."""
         p, total = self.progress, self.state.total_steps()
         done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
         for line in warn_of_idle_steps(self.state.schedule, self.config, total, *done):
@@ -182,7 +182,7 @@ class Trainer:
             micro_batches = self.next_batch()
         waited = time.perf_counter() - begun
 
-        # Forward, backward and update, which the host only submits to a GPU.
+        # Forward, backward and update. To a GPU the host only submits them.
         heartbeat.enter("forward-backward")
         settings = self.step_settings()
         update = train_step(self.net, micro_batches, settings, self.time)
@@ -200,9 +200,10 @@ class Trainer:
         return self.feed.next(self.progress.consumed_train_samples)
 
     def step_settings(self) -> StepSettings:
+        """Return the numbers of the next update, and whether this rank votes to stop."""
         t, state = self.config.training, self.state
         samples = self.progress.schedule_samples
-        # One rank alone looks at its reasons itself; several have to stop after the same step.
+        # A single rank needs no vote; several have to stop after the same step.
         wants_stop = False
         if self.team.size > 1:
             wants_stop = self.stop.reason() is not None or self.saving.has_failed
@@ -212,15 +213,15 @@ class Trainer:
     def settle(self, keep: int = 0) -> None:
         """Wait for the submitted steps but the last `keep`, and react to each."""
         for settled in self.in_flight.settle(keep):
-            # The ranks' votes came with the step's numbers; several ranks look closer only if one
-            # of them has voted.
+            # The ranks' votes came with the step's numbers. Only if there is one do several ranks
+            # compare their reasons.
             self.may_have_to_stop = self.team.size == 1 or settled.votes > 0
             if self.guard.react(settled):
                 self.saving.run(self.progress.iteration)
                 self.in_flight.restart_clock()
 
     def run_hooks_between_steps(self) -> None:
-        """Run the hooks that are due when no step is under way; no step's time has them."""
+        """Run the due hooks while no step is under way, outside of any step's time."""
         step = self.progress.iteration
         with contextlib.ExitStack() as pause:
             is_paused = False
@@ -233,8 +234,7 @@ class Trainer:
                         self.stragglers.pause()
                     pause.enter_context(self.in_flight.pause())
                     is_paused = True
-                # Finishing the steps under way may have taken the run back to an earlier one.
-                hook.run(self.progress.iteration)
+                hook.run(step)
 
     def finish(self) -> None:
         """Wait for all submitted steps, react to them and log them."""
@@ -244,12 +244,13 @@ class Trainer:
             self.replicas.look()
 
     def close(self) -> None:
-        """End what is under way and close the log; wait for a save in flight."""
+        """End the scores, free the graphs, wait for a save in flight, then close the log."""
+        # Callbacks run in the opposite order, and all of them even if one fails.
         with contextlib.ExitStack() as block:
             block.callback(self.metrics.close)
             block.callback(self.state.saver.close)
             if self.net.graphs is not None:
-                # NCCL waits for graphs of its collectives
+                # NCCL would wait for graphs of its collectives when it shuts down.
                 block.callback(self.net.graphs.captured.clear)
             if self.scores is not None:
                 self.scores.close()
@@ -276,19 +277,19 @@ class Trainer:
         iteration, every = self.progress.iteration, self.config.training.exit_interval
         has_stepped = iteration != (self.state.loaded or 0)  # in this attempt
 
-        # A signal, the time limit or a failed save, of any rank.
+        # Any rank's signal, time limit, kill switch or failed save.
         reason = None
         if self.may_have_to_stop:
             reason, has_failed = self.stop.agree(self.team, self.saving.has_failed, has_stepped)
             if has_failed:
                 self.saving.wait()  # raises the failure on every rank
             self.may_have_to_stop = self.team.size == 1
-        # A resumed run would end at once without the condition that it has taken a step.
+        # A run that resumes at such a step must not end before it has taken another.
         if not reason and every and iteration % every == 0 and has_stepped:
             reason = f"--exit-interval {every}"
 
         if reason:
             self.finish()
-        if reason and not self.stop.signal:  # a signal is reported at the very end
-            say(f"exiting program at iteration {iteration}: {reason}")
+            if not self.stop.signal:  # a signal is reported at the very end
+                say(f"exiting program at iteration {iteration}: {reason}")
         return reason

@@ -1,4 +1,4 @@
-"""The loss of a validation by data set and by position, in any layout."""
+"""A validation's loss by data set and by position, in any layout."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class LossParts:
 
     def __init__(self, dataset: Dataset, length: int, net: ParallelModel) -> None:
         self.dataset, self.length, self.net = dataset, length, net
-        # Data sets of the caller need not tell where a sample comes from.
+        # A caller's own data set need not tell where a sample comes from.
         self.sources = list[str]()
         if isinstance(dataset, OrderedSamples):
             self.sources = dataset.list_sources()
         self.numbers = {source: number for number, source in enumerate(self.sources)}
         self.firsts = torch.tensor(first_positions(length), device=net.device)
-        # Losses and tokens, by data set and range of positions.
+        # [losses and tokens, data sets, ranges of positions]
         shape = 2, max(len(self.sources), 1), len(self.firsts)
         self.sums = torch.zeros(shape, dtype=torch.float64, device=net.device)
 
     def add(self, samples: list[int], batch: Batch, losses: Tensor) -> None:
-        """Add the losses [B, T] of some samples; a batch has this rank's columns of them."""
+        """Add the losses [B, T] of the samples with these numbers, for this rank's columns."""
         mask = batch.loss_mask
         if mask is None:
             mask = torch.ones_like(losses)
         values = torch.stack((losses * mask, mask)).double()  # [2, B, T]
 
-        # Which range of positions each column is in, as one of `firsts`.
+        # The range of positions that each column is in, as its index in `firsts`.
         positions = batch.position_ids
         if positions is None:
             columns = losses.shape[1]
@@ -48,12 +48,12 @@ class LossParts:
         in_range = F.one_hot(ranges, len(self.firsts)).double()
         in_range = in_range.expand(len(losses), -1, -1)
 
-        # Which data set each sample is from.
+        # The data set that each sample comes from, as its index in `sources`.
         numbers = torch.tensor([self.number_of(sample) for sample in samples])
         of_source = F.one_hot(numbers, self.sums.shape[1])
         of_source = of_source.to(losses.device, torch.float64)
 
-        # Products, because sums by index have no fixed order on GPUs. v: losses and tokens,
+        # Matrix products, because a GPU adds up by index in no fixed order. v: losses and tokens,
         # b: samples, t: columns, r: ranges of positions, s: data sets.
         by_sample = torch.einsum("vbt,btr->vbr", values, in_range)
         self.sums += torch.einsum("vbr,bs->vsr", by_sample, of_source)
@@ -62,7 +62,7 @@ class LossParts:
         """Return the number of the data set that a sample of the validation comes from."""
         if not isinstance(self.dataset, OrderedSamples):
             return 0
-        # A validation that goes on where the one before ended begins the set again after its last.
+        # A validation goes on where the one before ended; after its last sample a set begins again.
         return self.numbers[self.dataset.source_of(sample % len(self.dataset))]
 
     def merge(self) -> None:
@@ -77,12 +77,12 @@ class LossParts:
 
     @property
     def by_data(self) -> dict[str, float]:
-        """The mean loss of each data set that has a token; empty if there is but one."""
+        """The mean loss of each data set that has a token; empty if there is only one set."""
         return named_means(self.sources, self.sums.sum(2)) if len(self.sources) > 1 else {}
 
 
 def named_means(names: list[str], sums: Tensor) -> dict[str, float]:
-    """Return the mean of each name, from sums and counts [2, names], if its count is not 0."""
+    """Return the mean of each name whose count is not 0, from sums and counts [2, names]."""
     totals, counts = sums.tolist()
     means = {}
     for name, total, count in zip(names, totals, counts, strict=True):

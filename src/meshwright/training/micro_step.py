@@ -1,7 +1,7 @@
-"""What a step does with each micro-batch and after the last: the part that CUDA graphs record.
+"""A step's work on each micro-batch, and the update after the last: what CUDA graphs record.
 
-A step (step.py) calls these functions for each of its micro-batches, or replays what graphs.py has
-recorded of them. They import neither.
+A step (step.py) calls these functions for each of its micro-batches, or graphs.py replays its
+recording of them. When it runs, this module imports neither file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from meshwright.training.graphs import Graphs
 
 Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
-# the same by name: what is summed for the gradients
+# The same for each term of the loss, by its name. The gradients are those of the terms' sum.
 Losses = Callable[[Tensor, Batch], dict[str, Tensor]]
 # A step's numbers, float64 [3 or more]: the first term of the loss, the gradients' norm before
 # clipping, the number of ranks that vote to stop the run, and the further terms of the loss. A vote
@@ -51,12 +51,12 @@ class Network(ParallelModel):
 
     store: FlatStore | FullyShardedStore
     loss: Losses
-    terms: tuple[str, ...] = ("loss",)  # names of what `loss` returns, columns of metrics.jsonl
-    # saved in checkpoints: the kind of network that their tensors belong to
+    terms: tuple[str, ...] = ("loss",)  # names of the terms, which are columns of metrics.jsonl
+    # A checkpoint states it: the kind of network that its tensors belong to.
     name: str = GPT_NETWORK
     execution: str = ""  # a description for the log
     is_compiled: bool = False
-    stream: Any = None  # on which all steps run if some may be CUDA graphs
+    stream: Any = None  # that all steps run on, if some may be CUDA graphs
     graphs: Graphs | None = None
     without_graphs: str | None = None  # why there are none
 
@@ -80,7 +80,7 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
 def micro_step(
     net: Network, seed: int, batch: Batch, scalars: Tensor, totals: Tensor, position: Position
 ) -> None:
-    """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
+    """Run a micro-batch and, after the last, update the weights. A CUDA graph captures this."""
     forward_backward(net, seed, untimed, batch, scalars, totals, position)
     if position.is_last:
         update_weights(net, scalars, totals)
@@ -105,15 +105,15 @@ def forward_backward(
         totals[VOTES].copy_(vote)
     heartbeat.tick()
 
-    # Forward. The divisor is the number of unmasked tokens of the whole global batch, so that the
-    # gradients of all micro-batches and ranks only have to be added up.
+    # Forward. The divisor counts the unmasked tokens of the whole global batch (see
+    # prepare_numbers), so the gradients of micro-batches and ranks need only be added up.
     with timed("forward-compute", 2):
-        # A name for the logits would keep this largest tensor of a step through the backward pass.
+        # The logits get no name: it would keep a step's largest tensor through the backward pass.
         sums = sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
         terms = [term / divisor for term in sums]
 
-    # Backward. The store sums over the ranks what the last micro-batch completes, bucket by bucket,
-    # while autograd is still busy with earlier layers.
+    # Backward. In the last micro-batch the store sums each bucket of gradients over the ranks once
+    # it is complete, while autograd is still busy with earlier layers.
     net.store.begin_backward(position.is_last)
     with timed("backward-compute", 2):
         loss = functools.reduce(torch.add, terms)
@@ -130,7 +130,7 @@ def forward_part(
 
 
 def sum_terms(net: Network, batch: Batch, logits: Tensor) -> list[Tensor]:
-    """Return the sum over the unmasked tokens of each term of the loss."""
+    """Return each term of the loss, summed over the unmasked tokens."""
     return [loss_sum(losses, batch.loss_mask) for losses in net.loss(logits, batch).values()]
 
 
@@ -142,13 +142,13 @@ def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
 
 
 def update_weights(net: Network, scalars: Tensor, totals: Tensor) -> None:
-    """Update the weights; complete the totals."""
-    # torch's own optimizers read numbers on the host, ours tensors, which a CUDA graph reads anew.
+    """Update the weights, and complete the totals: sums over the ranks, and the gradient norm."""
+    # torch's own optimizers take numbers from the host. Ours read tensors, as a CUDA graph must.
     reads_tensors = net.store.reads_tensors
     lr, weight_decay, scale, *_ = scalars.unbind() if reads_tensors else scalars.tolist()
 
-    # Loss, votes and further terms are summed over the ranks together with the squares of the
-    # gradients, in one collective. The norm that comes back is put between them.
+    # One collective sums loss, votes and further terms with the squares of the gradients. The norm
+    # that comes back takes its place between loss and votes.
     before, after = totals[:GRAD_NORM], totals[VOTES:]
     sums = torch.cat((before, after))
     norm = net.store.step(StepScalars(lr, weight_decay, scale), sums)
@@ -159,16 +159,16 @@ def update_weights(net: Network, scalars: Tensor, totals: Tensor) -> None:
 def make_loss(
     vocab: int, layout: Layout, custom: Loss | None, z_loss_coef: float
 ) -> tuple[Losses, tuple[str, ...]]:
-    """Return the function that computes each token's losses [B, T], and the names of these terms.
+    """Return the function that computes each token's terms of the loss, and the terms' names.
 
-    All are added up for the gradients; the first is the loss that is reported.
+    The gradients are those of the terms' sum; the first term is the loss that is reported.
     """
     combine = combine_over(layout.group("tp"))
 
     def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        # Each tensor rank has the logits of its own range of ids, and `combine` adds them up.
         if custom is not None:
             return {"loss": custom_losses(custom, vocab, logits, batch)}
+        # A tensor rank has the logits of its own range of ids; `combine` reduces over the ranks.
         first_id = layout.at("tp") * logits.shape[-1]
         return token_terms(logits, batch.labels, vocab, z_loss_coef, first_id, combine)
 
@@ -176,7 +176,7 @@ def make_loss(
 
 
 def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Tensor:
-    """Compute a custom loss and refuse one that is not a number for each token."""
+    """Compute a custom loss; refuse a result that is not one number for each token."""
     losses = custom(logits[..., :vocab], batch)
     if losses.shape != batch.labels.shape:
         shapes = (

@@ -46,9 +46,9 @@ class Spec:
     device: torch.device
     vocab: int
     padded: int  # the vocabulary size of the tables
-    model: Model | None = None  # the user's, in the place of GPT
-    loss: Loss | None = None  # the user's, in the place of cross entropy
-    # older names of settings, to be saved with them
+    model: Model | None = None  # the user's own, instead of GPT
+    loss: Loss | None = None  # the user's own, instead of cross entropy
+    # Settings under older names, which are saved beside the others.
     switches: Mapping[str, bool] = field(default_factory=dict)
 
     @property
@@ -78,17 +78,17 @@ def build_network(
 ) -> Network:
     """Build the model on the meta device, cut it to this rank's part, allocate and compile it.
 
-    Calls `report_parameters` with the number of this rank's parameters before it allocates them.
+    Call `report_parameters` with the number of this rank's parameters before they are allocated.
     """
     config, layout, device, options = spec.config, spec.layout, spec.device, spec.options
     m, p, o = config.model, config.parallel, config.optimizer
 
-    # The groups of ranks, each with its first collective, and what this model cannot have.
+    # Connect the groups of ranks by a first collective; refuse what this model cannot have.
     comm.open_all(layout, device, () if o.optimizer == "muon" else ("matrices",))
     require_own_model(spec)
     fp8.require_fp8(config.precision, device)
 
-    # The model, on the meta device: shapes without memory.
+    # Build the model on the meta device, where tensors have shapes but no memory.
     parts, heads, name, execution = build_parts(spec, options)
     names = {n: x for part in parts for n, x in part.named_parameters()}
     report_parameters(sum(x.numel() for x in names.values()))
@@ -98,7 +98,7 @@ def build_network(
     if spec.model:
         require_rated_tables(o, names.keys())
 
-    # The store of its parameters, where memory is allocated: weights, gradients, optimizer state.
+    # Build the store, which allocates weights, gradients and optimizer state.
     dtype = dtype_of(config.precision)
     store_spec = StoreSpec(
         optimizer=o,
@@ -116,15 +116,15 @@ def build_network(
     is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
     without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
-    with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
+    with devices.on_stream(stream):  # autograd adds up gradients on the parameters' own stream
         devices.reserve_workspaces(device, dtype)
         store = new_store(parts, store_spec, is_sharded)
         store.set_scales(fp8.attach_fp8(parts, config.precision, device))
-    if options.compiled:  # after fp8 has changed what the layers' products are
+    if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
 
-    # The loss, and the graphs that will record a step with it.
+    # Make the loss, and the graphs that will record steps with it.
     loss, terms = make_loss(spec.vocab, layout, spec.loss, config.training.z_loss_coef)
     graphs = None
     if without is None:
@@ -152,7 +152,7 @@ def build_network(
 
 def open_pipeline(spec: Spec, parts: list[Any]) -> Pipeline:
     p, dtype = spec.config.parallel, dtype_of(spec.config.precision)
-    # Stages exchange what flows between their layers, in the format that it has there.
+    # Stages send the residual stream in the format that it has within them.
     sent = torch.float32 if spec.options.fp32_residual and dtype is not torch.float64 else dtype
     hidden = spec.config.model.hidden_size or 0
     pipeline = Pipeline(spec.layout, p.pipeline_schedule, parts, hidden, spec.sequence, sent)
@@ -169,11 +169,14 @@ def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> FlatStore 
 
 
 def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, str, str]:
-    """Return this rank's parts of the model, its attention heads, its name and how it is run."""
+    """Return this rank's parts of the model, its attention heads, the model's name and execution.
+
+    Heads that are None are all of the model's. The execution is a description for the log.
+    """
     config, layout, m = spec.config, spec.layout, spec.config.model
     assert config.data.seq_length
     sizes = spec.vocab, spec.padded, spec.positions
-    # A custom model is taken as it is, on every rank.
+    # A custom model is not cut: every rank has all of it.
     if spec.model is not None:
         with torch.device("meta"):
             custom = spec.model(m, *sizes, options=options)
@@ -182,9 +185,8 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
         way = "compiled" if options.compiled else "plain"
         return [custom], None, name, f"{way} {name}, a custom model"
 
-    # Ours is made of blocks of the class that runs best here, and cut into stages by layers.
+    # Ours has blocks of the class that runs best here, and its layers are divided into stages.
     with torch.device("meta"):
-        heads = None
         block, execution = pick.pick(m, spec.device, options)
 
         def make() -> GPT:
@@ -192,20 +194,21 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
 
         parts = stages(make, config.stages, layout)
 
-    # Tensor parallelism replaces each layer's tables and matrices by this rank's share.
+    # Tensor parallelism replaces tables and matrices by this rank's shares of them.
+    heads = None
     by_rows = matmuls_by_rows(spec) if spec.sequence else None
     with torch.device("meta"):
         for part in parts:
             heads = shard_layers(part, layout, by_rows, config.data.seq_length // layout.cp)
-    # one name for all our blocks, which compute the same
+    # The name is the same for all classes of blocks, because they compute the same.
     return list(parts), heads, GPT_NETWORK, execution
 
 
 def matmuls_by_rows(spec: Spec) -> overlap.PlainMatmuls:
-    """Choose how products and collectives of sequence parallelism are run, and log it."""
+    """Choose whether sequence parallelism overlaps products with copies, and log the choice."""
     config, layout, group = spec.config, spec.layout, spec.layout.group("tp")
     assert group is not None
-    # Bytes of the rows that a rank holds between its products, which the others copy.
+    # The bytes of the rows that a rank holds between products and that the others copy.
     tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
     room = tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
     unworthy = "compiled layers would be cut at each product" if spec.options.compiled else ""
@@ -225,9 +228,12 @@ def matmuls_by_rows(spec: Spec) -> overlap.PlainMatmuls:
 def sums_by_copies(
     config: TrainConfig, layout: Layout, device: torch.device
 ) -> symmetric_memory.BufferMapper | None:
-    """Choose how data-parallel ranks add up gradients, and log it."""
+    """Choose whether data-parallel ranks sum gradients by copies, and log the choice.
+
+    None stands for collectives.
+    """
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
-    # From ZeRO 2 on a rank keeps only its share of the gradients, so there is nothing to fetch.
+    # From ZeRO 2 on a rank keeps only its share of the gradients: others find none to fetch.
     if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
             raise SettingsError(
@@ -273,7 +279,7 @@ def require_own_model(spec: Spec) -> None:
         raise SettingsError(
             "{z_loss_coef} is a term of our own loss, and this one is custom; add the term there"
         )
-    # What our own layers implement, and no custom model has.
+    # Only our own layers implement these.
     settings = {"{fp8_format}": bool(config.precision.fp8_format)}
     settings |= {"{fused_kernels=on}": config.training.fused_kernels == "on"}
     settings |= {f"{{{name}}}": True for name in given_bases(config.model)}

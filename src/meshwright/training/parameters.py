@@ -1,4 +1,4 @@
-"""The parameters of each pipeline rank, and the bytes of the flat buffers that hold them."""
+"""The parameters of each pipeline rank, and the sizes of the flat buffers that hold them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.parallel.shard import aligned
 
-# by all that decides; a search asks thousands of times
+# Answers of `parameters_of_ranks`, for which a search of layouts asks thousands of times.
 COUNTED: dict[tuple[object, ...], list[int]] = {}
 Shapes = dict[str, tuple[int, ...]]
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of an element
@@ -43,11 +43,11 @@ def stage_numbers(config: TrainConfig, pipeline_rank: int) -> list[int]:
 def shapes_of_rank(
     config: TrainConfig, padded: int, pipeline_rank: int
 ) -> list[tuple[Shapes, int]]:
-    """Return the units of communication of a rank, and how many are like each."""
+    """Return each kind of a rank's units of communication, and how many it has of that kind."""
     m, p = config.model, config.parallel
     tp, own = p.tensor_model_parallel_size, stage_numbers(config, pipeline_rank)
     first, last = 0 in own, len(config.stages) - 1 in own
-    # Outside of the layers each module is a unit of its own.
+    # Outside the layers each module is a unit of its own.
     outside = counts.outer_shapes(
         m, padded, m.max_position_embeddings or config.data.seq_length or 0
     )
@@ -69,14 +69,11 @@ def shapes_of_rank(
 
 
 def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
-    """Return the number of parameters per pipeline rank, including embedding or head."""
+    """Return the number of parameters of each pipeline rank, with embedding and head."""
     p, positions = config.parallel, config.model.max_position_embeddings or config.data.seq_length
-    cut = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        *config.stages,
-    )
-    key = (config.model, padded, positions, cut)
+    # By everything that decides the answer.
+    cut = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, *config.stages
+    key = config.model, padded, positions, cut
     if key not in COUNTED:
         ranks = range(p.pipeline_model_parallel_size)
         each = (shapes_of_rank(config, padded, rank) for rank in ranks)
@@ -91,11 +88,9 @@ def count(shapes: Shapes) -> int:
 def data_parts(config: TrainConfig) -> int:
     """Return the number of ranks that ZeRO shards over."""
     p = config.parallel
-    return (
-        config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
-        if p.zero_stage
-        else 1
-    )
+    if not p.zero_stage:
+        return 1
+    return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
 
 
 def bucket_of(config: TrainConfig, name: str) -> str:
@@ -105,10 +100,10 @@ def bucket_of(config: TrainConfig, name: str) -> str:
 
 
 def flat_total(units: list[tuple[Shapes, int]], parts: int) -> int:
-    """Return the elements of all units of a rank in the flat buffers."""
+    """Return how many elements a rank's units take in its flat buffers."""
     return sum(flat_size(unit, parts) * number for unit, number in units)
 
 
 def flat_size(unit: Shapes, parts: int) -> int:
-    """Return the elements of a unit in the flat buffers."""
+    """Return how many elements a unit takes in a flat buffer, with padding."""
     return aligned(sum(aligned(math.prod(shape)) for shape in unit.values()), parts)

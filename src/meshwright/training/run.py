@@ -1,4 +1,4 @@
-"""Pre-train a GPT: `run` prepares one rank, `run_on_rank` has the order of a run."""
+"""Pre-train a GPT: `run` prepares one rank, and `run_on_rank` is a run in order."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def run(
     """Train as configured and return the exit status; under a launcher every rank calls this.
 
     The settings have been checked: by the command line, by `complete_from_start` or by
-    `check_settings`. `ignored` are given flags without effect, which the log shows. Raise UserError
-    for errors that the user can fix.
+    `check_settings`. `ignored` are given flags that have no effect; the log shows them. An error
+    that the user can fix is a UserError.
     """
     startup = Startup(prints=world.rank == 0 and not console.is_notebook())
     require_world_size(world, config.parallel.world_size)
@@ -67,7 +67,7 @@ def run_resolved(resolved: TrainingRun, startup: Startup) -> int:
     world, p = resolved.world, resolved.config.parallel
     minutes = p.distributed_timeout_minutes
 
-    # torch takes seconds to import, so all that could be refused without it has been.
+    # Everything that can be refused without torch has been: its import takes seconds.
     with startup.phase("torch", "importing torch and opening the device"):
         device = devices.open_device(p.device, world.local_rank)
     if resolved.config.precision.deterministic_mode:
@@ -104,7 +104,7 @@ def run_on_rank(
 ) -> int:
     """Run one rank from set-up to exit status; rank 0 prints and writes the folders.
 
-    The lines are printed in the order and the words of Megatron's log, which users' scripts read.
+    Lines have the order and the words of Megatron's log, which users' scripts read.
     """
     config, vocabulary, folder = resolved.config, resolved.vocabulary, resolved.folder
     caller = resolved.caller
@@ -113,7 +113,7 @@ def run_on_rank(
         from meshwright.training.log.screen import open_screen
         from meshwright.training.network import Spec
 
-    # Where lines go: rank 0's to standard output, the screen and log.txt, the others' nowhere.
+    # Rank 0's lines go to standard output (as the screen forms them) and log.txt, others' nowhere.
     screen = open_screen(config.logging) if team.is_rank_0 else None
     console.set_stream("stdout" if team.is_rank_0 else None, screen)
     with contextlib.ExitStack() as block:
@@ -121,20 +121,21 @@ def run_on_rank(
             block.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             block.callback(screen.close)
 
-        # The ranks have met: they must have the same settings and files. Then groups are made.
+        # The ranks have met: require the same settings and files, then connect their groups.
         require_equal_ranks(team, resolved.identity, resolved.problem)
         layout = connect(layout_of(config, team.rank), team.timeout)
 
-        # The folders, which from now on belong to this run.
+        # Lock the folders for this run. log.txt is opened only when the set-up has succeeded.
         open_log = block.enter_context(
             logged_to(folder / "log.txt" if folder and team.is_rank_0 else None)
         )
         team.run_on_rank_0(lambda: lock_folders(config, block))
 
-        if config.training.verify_layout:  # before the run takes the memory
+        if config.training.verify_layout:  # before the run's own parts take the memory
             find_rehearsal()(resolved, layout, device, team)
 
-        # The parts. The screen's first lines need them, so these lines wait until all are made.
+        # Build the parts. What is logged meanwhile is held back, so that a mistake that is found
+        # late does not follow hundreds of lines of settings.
         with console.held_back():
             print_settings(resolved, backend)
             say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
@@ -148,7 +149,7 @@ def run_on_rank(
             say(startup.line())
         open_log()
 
-        # The steps, and what follows the last one.
+        # Take the steps, then validate, save and export.
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
                 with commands.explain_out_of_memory(smaller_sizes(config)):
@@ -162,7 +163,7 @@ def run_on_rank(
 
 
 def find_rehearsal() -> Callable[[TrainingRun, Layout, torch.device, Team], None]:
-    """Return what compares a layout with one process before the run begins.
+    """Return the function that compares a layout with one process before the run begins.
 
     It is registered as `verify-layout` in the group `meshwright.parts`.
     """
@@ -177,9 +178,10 @@ def find_rehearsal() -> Callable[[TrainingRun, Layout, torch.device, Team], None
 
 
 def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
+    """Lock the run's folders until the block ends, and note what else they hold."""
     c = config.checkpoint
     roots = {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}
-    # a folder before those in it, which are then released first
+    # In order of their paths: a folder is locked before those in it, and released after them.
     for _, root in sorted(roots.items()):
         block.enter_context(owner.lock_folder(root))
         refuse_links(Path(root))
@@ -188,7 +190,7 @@ def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
 
 
 def refuse_links(root: Path) -> None:
-    """Refuse links that would end the run only when its records are written."""
+    """Refuse links now that would otherwise end the run when it writes its records."""
     for name in ("config.toml", "metrics.jsonl", "tokenizer", "tensorboard"):
         try:
             require_unlinked(root / name)
@@ -203,20 +205,20 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
     heartbeat.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
 
-    # Validate before the last save, which may keep this step as the best one.
+    # Validate before the last save: a step whose validation loss is not finite is not saved.
     loss = math.nan
     if reason == ALL_DONE:
         loss = trainer.validation.validate("valid", is_at_end=True)
     if c.save and trainer.progress.iteration and not config.training.skip_train:
         trainer.saving.run(trainer.progress.iteration)
 
-    # What takes long and changes nothing comes while the save goes on in the background.
+    # These take long and only read the weights, so a save in the background can go on meanwhile.
     if reason == ALL_DONE:
         trainer.validation.validate("test", is_at_end=True)
         if trainer.score_tasks is not None:
             trainer.score_tasks.finish()
 
-    # The run has not ended well unless its last step is on disk and in object storage.
+    # Require the last step on disk and, if --save is there, in object storage.
     trainer.saving.wait()
     trainer.state.saver.require_saved(trainer.progress.iteration)
     trainer.team.run_on_all(lambda: trainer.state.saver.end_upload(at_end=True))
@@ -225,7 +227,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
             f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved"
         )
 
-    # The export and the mean of several steps are made of checkpoints that are complete.
+    # The export and the mean of several steps read checkpoints, which are complete now.
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
         if c.average_last:
@@ -236,7 +238,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
 
 
 def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
-    """Record how the run ended, draw its page and say what to do next."""
+    """Record how the run ended, draw its page, and print what to do next."""
     from meshwright.training.loop import ALL_DONE
 
     is_done, metrics, stop = reason == ALL_DONE, trainer.metrics, trainer.stop
@@ -258,7 +260,7 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
 
 
 def print_settings(resolved: TrainingRun, backend: str) -> None:
-    """Print the head of the log; `backend` is what the ranks are connected by."""
+    """Print the head of the log; `backend` is the one that connects the ranks."""
     from meshwright.optim.loss_scale import dtype_of
 
     config = resolved.config
@@ -275,7 +277,7 @@ def print_settings(resolved: TrainingRun, backend: str) -> None:
     )
     say(f"using {dtype_of(config.precision)} for parameters ...")
 
-    # All settings under Megatron's names, then how many samples a step has.
+    # All settings under Megatron's names, then the samples of a step.
     say_arguments(resolved.arguments | {"distributed_backend": backend})
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")

@@ -44,7 +44,7 @@ from meshwright.training.sizes import smaller_sizes
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.state import State
 
-COUNTED_TOKENS = 1 << 14  # of a pair of token files, from which the bytes of a token are estimated
+COUNTED_TOKENS = 1 << 14  # of each pair of token files, to estimate the bytes of a token
 
 
 def build_trainer(
@@ -55,15 +55,15 @@ def build_trainer(
     watchdog: Watchdog | None,
     screen: LineScreen | None,
 ) -> Trainer:
-    """Make all parts of a run, and print what Megatron's log has about them."""
+    """Make all parts of a run, and print Megatron's lines about them."""
     g, tokenizer = resolved.config.logging, resolved.vocabulary.tokenizer
 
-    # The network with its weights: loaded, or drawn.
+    # The network, and its weights, which are loaded or drawn.
     with startup.time("model-and-optimizer-setup"):
         state = build_state(spec, team, startup, resolved.caller.start)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
-    # The data. They come after the weights, because a checkpoint says where to continue in them.
+    # The data, after the weights, because a checkpoint tells where to continue in them.
     with (
         startup.time("train/valid/test-data-iterators-setup"),
         startup.phase("data", "opening the data"),
@@ -132,11 +132,12 @@ def build_empty_state(spec: Spec, team: Team) -> State:
 
 
 def unite(lists: list[list[list[int]]]) -> list[list[int]]:
-    """Return the different rows of some lists, sorted."""
+    """Return the distinct rows of some lists, sorted."""
     return sorted(list(row) for row in {tuple(row) for rows in lists for row in rows})
 
 
 def load_or_initialise(state: State, startup: Startup, opened: Source | None) -> None:
+    """Load the weights, or draw them if no checkpoint is asked for or found."""
     config, store = state.config, state.net.store
     is_loaded = bool(config.checkpoint.load)
     with startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
@@ -145,10 +146,11 @@ def load_or_initialise(state: State, startup: Startup, opened: Source | None) ->
                 state.load(opened)
             startup.print_times(config.logging, state.team, "load-checkpoint")
         if not state.has_loaded:
-            # Each rank keeps its part of full tensors that are drawn, so no layout changes a value.
-            # A custom model's own function may use one generator for all of them.
-            own = getattr(state.net.parts[0], "initialise", None)
-            draw, threads = own or initialise, 1 if own else min(DRAWING_THREADS, host.cores())
+            # Full tensors are drawn, and each rank keeps its part, so no layout changes a value.
+            draw, threads = initialise, min(DRAWING_THREADS, host.cores())
+            # A custom model's own function may draw all tensors from one generator, in their order.
+            if own := getattr(state.net.parts[0], "initialise", None):
+                draw, threads = own, 1
             store.initialise(
                 lambda masters: draw(masters, config.model, state.vocab, config.training.seed),
                 threads,
@@ -157,6 +159,7 @@ def load_or_initialise(state: State, startup: Startup, opened: Source | None) ->
 
 
 def fit_micro_batch(state: State) -> None:
+    """Find the size for `--micro-batch-size auto`, log it and note it in the state."""
     vocab = state.vocab, state.padded
     size, reason = memory.fit_micro_batch(
         state.net, state.config, vocab, state.micro_batch_before, state.team
@@ -166,13 +169,13 @@ def fit_micro_batch(state: State) -> None:
 
 
 def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | None) -> Feed:
-    """Open the data sets that the flags name, unless `datasets` are given."""
+    """Open the data sets that the flags name, unless `datasets` are given; return their feed."""
     p, team = state.progress, state.team
     document_ends = make_document_ends(state.config.data, tokenizer)
-    # Rank 0 builds the index of an order that is new, and the others find it in the cache.
+    # Rank 0 builds the index of a new order of samples, and the others find it in the cache.
     opened = team.run_rank_0_first(lambda: open_files(state)) if datasets is None else datasets
 
-    # They must have what the run will read, from where it continues.
+    # Require what the run will read, from the sample where it continues.
     at = (p.iteration, p.consumed_train_samples) if state.will_train else None
     is_own = datasets is not None
     team.run_on_all(lambda: check_datasets(state.config, opened, is_own, at))
@@ -186,11 +189,11 @@ def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | No
 def open_files(state: State) -> Datasets:
     """Open the data sets that the flags name.
 
-    The blends are those recorded in the checkpoint and any added since. A finished run refuses
-    others too, as it would if it went on.
+    The training set's blends are those that the checkpoint records and any added since. A finished
+    run refuses other blends too, as it would if it went on.
     """
     past, consumed = state.blends, state.progress.consumed_train_samples
-    # a validation starts at the first sample, whatever was trained on
+    # Without training, sets are opened from their first sample, whatever was trained on.
     if state.config.training.skip_train:
         past, consumed = None, 0
     opened, blends = continue_datasets(state.config, state.vocab, past, consumed)
@@ -204,7 +207,7 @@ def open_files(state: State) -> Datasets:
 
 
 def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
-    """Return what this rank reads of each step."""
+    """Return the part of each global batch that this rank reads."""
     config, layout, length = state.recorded, state.net.layout, state.config.data.seq_length
     assert length
     part = layout.at("cp")
@@ -247,15 +250,15 @@ def open_log(
     """
     c, team, folder, vocabulary = state.recorded, state.team, resolved.folder, resolved.vocabulary
 
-    # The folder. A run that would be refused has left another run's records as they were.
+    # The folder, after the check: a run that it refuses leaves the folder's records as they were.
     state.check(vocabulary.tokenizer)
     team.run_on_rank_0(
         lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train)
     )
 
-    # The sizes that the beginning shows and every line of the log is computed from.
+    # The sizes, which the screen's header shows and every line of the log is computed from.
     run, device = sizes_of_run(state), devices.device_name(state.net.device)
-    # The state that all ranks would save together holds each parameter once.
+    # The ranks' parts of a checkpoint hold each parameter once, so their sum counts each once.
     own = state.net.store.named_state(False, to_save=True)
     parameters = team.total(sum(x.numel() for _, _, x in own.values()))
     tokens = c.global_batch * run.sequence
@@ -305,9 +308,9 @@ def open_log(
 
 
 def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float | None:
-    """Return about how many bytes of the training text a token stands for; None if it is unknown.
+    """Return about how many bytes of the training text a token stands for; None if unknown.
 
-    By it, losses of different vocabularies can be compared.
+    Losses of different vocabularies can be compared per byte.
     """
     if (
         tokenizer is None
@@ -316,7 +319,7 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
         or not path_settings(config.data)
     ):
         return None
-    # The beginnings of up to eight files of the training set.
+    # Read the beginnings of up to eight files of the training set.
     sources = [
         s for paths in path_sets(config.data) if paths.split == "train" for s in paths.sources
     ]
@@ -325,7 +328,7 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
         indexed = Indexed(source.prefix)
         indexed.need([(0, COUNTED_TOKENS)])
         tokens = indexed.tokens[:COUNTED_TOKENS]
-        # Ids of another vocabulary are named when they are read.
+        # Ids that the vocabulary lacks are left out here; the loader refuses them.
         tokens = tokens[(tokens >= 0) & (tokens < tokenizer.size) & (tokens != tokenizer.eod)]
         count, size = count + len(tokens), size + len(tokenizer.decode_bytes(tokens.tolist()))
     return round(size / count, 4) if count else None

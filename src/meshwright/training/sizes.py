@@ -1,4 +1,4 @@
-"""What the ranks of a run hold throughout, in bytes by its settings and in words. No torch."""
+"""The bytes that a run's ranks hold throughout, by its settings, and in words. No torch."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def rows(config: TrainConfig) -> int:
 
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state that a device holds."""
+    """Return the bytes of weights, gradients and optimizer state that a rank's device holds."""
     p = config.parallel
     parts = data_parts(config)
     low = WIDTHS[config.precision.dtype]
-    full = max(low, 4)  # of masters, moments and gradients
+    full = max(low, 4)  # bytes of an element of masters, moments and gradients
     units = shapes_of_rank(config, padded, pipeline_rank)
     by_rule = elements_by_rule(config, units)
     elements = flat_total(units, parts)
-    share = elements // parts  # what ZeRO leaves to a rank
+    share = elements // parts  # that ZeRO leaves to a rank
     is_gathered = p.zero_stage == 3 and parts > 1
 
-    # With ZeRO 3 the gathered weights are there for a pass only.
+    # With ZeRO 3 gathered weights are held only during a pass.
     weights = elements * low + 2 * fp8_parameters(config, pipeline_rank)
     if is_gathered:
         weights = 0
@@ -62,7 +62,9 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
         moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
         optimizer = moments + full * share * copies
     has_kernel = kind == NVIDIA and full == 4 and not p.offloads and not is_gathered
-    if has_kernel and by_rule["adamw"]:  # tables of blocks: updated, counted
+    # The kernel's two tables have 8 bytes for each block: one lists the blocks that AdamW updates,
+    # the other those that count in the norm.
+    if has_kernel and by_rule["adamw"]:
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
         if is_rounded(config.optimizer):  # the place of each block
             optimizer += 4 * by_rule["adamw"] // parts // BLOCK
@@ -79,7 +81,7 @@ def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
     full = max(low, 4)
     units = shapes_of_rank(config, padded, pipeline_rank)
     share = flat_total(units, parts) // parts
-    # new weights, copied to the device
+    # New weights that are about to be copied to the device.
     leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share
     elements = moments_of(elements_by_rule(config, units), parts)
     moments = elements * bytes_of_moment(config.optimizer, full)
@@ -88,7 +90,7 @@ def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
 
 
 def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Counter[Rule]:
-    """Return the elements that each rule updates, before ZeRO cuts them."""
+    """Return how many elements each rule updates, before ZeRO cuts them."""
     by_rule = Counter[Rule]()
     for unit, number in units:
         for name, shape in unit.items():
@@ -98,29 +100,28 @@ def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Co
 
 
 def moments_of(by_rule: Counter[Rule], parts: int) -> int:
-    """Return the elements of the optimizer's state beside masters."""
+    """Return how many elements the optimizer's state has on a rank, without masters."""
     return sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
 
 
 def state_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> int:
-    """Return the bytes that a rank holds at least; on a CPU with what it offloads."""
+    """Return the least bytes that a rank holds; on a CPU they include what it offloads."""
     held = held_bytes(config, padded, pipeline_rank, kind)
     return sum(held.values()) + (host_bytes(config, padded, pipeline_rank) if kind == "cpu" else 0)
 
 
 def logits_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
-    """Return the bytes of the logits of one micro-batch; if they are capped, before and after."""
+    """Return the bytes of one micro-batch's logits on a pipeline rank."""
     if len(config.stages) - 1 not in stage_numbers(config, pipeline_rank):
         return 0
-    tp, copies = (
-        config.parallel.tensor_model_parallel_size,
-        2 if config.model.final_logit_softcapping else 1,
-    )
+    tp = config.parallel.tensor_model_parallel_size
+    # Logits that are capped exist before and after.
+    copies = 2 if config.model.final_logit_softcapping else 1
     return rows(config) * padded // tp * WIDTHS[config.precision.dtype] * copies
 
 
 def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
-    """Return the parameters of which a rank keeps casts in fp8, as they are and transposed."""
+    """Return how many parameters a rank keeps casts of in fp8: one plain, one transposed."""
     m, p = config.model, config.parallel
     shapes = shapes_of_layer(m, p.tensor_model_parallel_size)
     begins = [*itertools.accumulate(config.stages, initial=0)]
@@ -133,11 +134,11 @@ def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
     return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
 
 
-# In words, for a start and its checks
+# In words, for a run's beginning and its checks
 
 
 def describe_layout(config: TrainConfig) -> str:
-    """Return how many ranks there are, and what they divide."""
+    """Return how many ranks there are, as a product of the layout's sizes."""
     if config.world == 1:
         return "1 rank"
     p = config.parallel
@@ -167,7 +168,7 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
 
 
 def describe_lack(config: TrainConfig, padded: int) -> str:
-    """Return why the run cannot fit this device; nothing if it may, or if that is unknown."""
+    """Return why the run cannot fit this device; "" if it may, or if that is unknown."""
     have, on_cpu = device.memory_without_torch(config.parallel.device)
     needed = max(
         state_bytes(config, padded, rank, "cpu" if on_cpu else NVIDIA)
@@ -183,7 +184,7 @@ def describe_lack(config: TrainConfig, padded: int) -> str:
 
 
 def describe_place(each: list[int]) -> str:
-    """Return which pipeline rank has the most, given parameters or bytes of each."""
+    """Return which pipeline rank has the most, given the parameters or bytes of each."""
     return f" on pipeline rank {each.index(max(each))}" if len(each) > 1 else " on each rank"
 
 

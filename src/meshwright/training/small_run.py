@@ -44,7 +44,7 @@ COLUMNS = tuple(sorted(COMPARED, key=lambda name: name in ("loss_scale", "skippe
 
 
 class StepRows(Metrics):
-    """A log that keeps a row of numbers for each step and each validation, and prints nothing."""
+    """A stand-in for the log, which keeps a row of numbers for each step and each validation."""
 
     def __init__(self, state: State, timers: Timers) -> None:
         super().__init__(None, state.config, sizes_of_run(state), timers, state.team)
@@ -56,7 +56,7 @@ class StepRows(Metrics):
         self.rows.append([float(values.get(name, 0.0)) for name in COLUMNS])
 
     def validation(self, consumed: int, check: Check) -> None:
-        # The loss of averaged weights has the column of a number that a validation does not have.
+        # A validation has no norm of the weights: the loss of averaged weights takes its column.
         values = {"loss": check.loss, "params_norm": check.ema_loss or 0.0}
         self.rows.append([values.get(name, 0.0) for name in COLUMNS])
 
@@ -73,7 +73,7 @@ class RecordingFeed(Feed):
 
 @dataclass(frozen=True)
 class RankSetup:
-    """Where a run is computed, and by which parts of the user's own."""
+    """The ranks and device that compute a run, and the user's own model and loss, if any."""
 
     team: Team = ALONE
     device: torch.device = torch.device("cpu")
@@ -83,7 +83,7 @@ class RankSetup:
 
 
 def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
-    """Return a trainer of this rank that has loaded or drawn its weights."""
+    """Return this rank's trainer, whose weights are loaded or drawn."""
     team = setup.team if config.world > 1 else ALONE
     layout = layout_of(config, team.rank)
     layout = setup.connect(layout) if layout.world > 1 else layout
@@ -110,7 +110,7 @@ def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
 
 
 class Connected:
-    """Connects layouts; reuses process groups until the sizes change, then destroys them."""
+    """A `connect` that reuses process groups until the layout's sizes change."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.timeout = timeout

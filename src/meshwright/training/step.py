@@ -54,16 +54,16 @@ def train_step(
 ) -> Update:
     """Update the weights from this rank's micro-batches of one global batch.
 
-    With CUDA graphs the next step overwrites the result. Every unmasked token of the global batch
-    weighs the same; with loss_mean "microbatch" every micro-batch does.
+    Every unmasked token of the global batch weighs the same; with loss_mean "microbatch" every
+    micro-batch does. With CUDA graphs the next step overwrites the result.
     """
     for part in net.parts:
         if not part.training:
             part.train()
-    # The stream that the parameters were made on, where autograd adds up their gradients.
+    # Use the stream that the parameters were made on, where autograd adds up their gradients.
     with devices.on_stream(net.stream):
         rows, counted = prepare_numbers(net, batches, settings)
-        # Replay the step if one of its shapes has been recorded, else run it piece by piece.
+        # Replay the step if steps of its shape are captured, else run it as usual.
         if net.graphs is not None and net.graphs.replay(net, batches, rows, counted, settings.seed):
             return net.graphs.totals
         numbers, totals = accumulate(net, batches, rows, counted, settings, timed)
@@ -78,8 +78,8 @@ def prepare_numbers(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the micro-batches' numbers [n, NUMBERS], and their divisor if it is on the device.
 
-    The numbers are on the host, from where they can be sent. Both ways of running a step read them
-    on the device, because a division by a number of the host rounds differently there.
+    The numbers are on the host. Both ways of running a step divide by a copy on the device, because
+    there a division by a number of the host rounds differently.
     """
     count = len(batches) * net.layout.dp  # micro-batches of the global batch
     unmasked = count_unmasked(net, batches)
@@ -88,11 +88,11 @@ def prepare_numbers(
         counted = unmasked
     rows = []
     for b in batches:
-        # The mean over all tokens, or the mean over micro-batches of each one's mean.
+        # Either the mean over all tokens, or the mean of the micro-batches' means.
         divisor = unmasked
         if s.loss_mean == "microbatch":
             divisor = max(b.unmasked, 1) * count
-        # A divisor that is on the device is put in its place there.
+        # A divisor that is on the device takes its place in the copy there.
         on_host = 1.0 if isinstance(divisor, Tensor) else divisor
         rows.append([s.lr, s.weight_decay, s.scale, on_host, s.wants_stop])
     pinned = devices.is_accelerator(net.device)  # only pinned memory is copied without a wait
@@ -107,7 +107,10 @@ def accumulate(
     settings: StepSettings,
     timed: Timed = untimed,
 ) -> tuple[Tensor, Tensor]:
-    """Give the store the gradients of all micro-batches; return numbers and totals there."""
+    """Give the store the gradients of all micro-batches; return their numbers and the totals.
+
+    Both are on the device.
+    """
     # Send everything first, so that no micro-batch waits for a copy.
     numbers = devices.send(rows, net.device)
     if counted is not None:
@@ -133,7 +136,7 @@ def pipeline_step(
     s: StepSettings,
     timed: Timed,
 ) -> None:
-    """Do a step's forward and backward passes with a pipeline, whose schedule mixes them."""
+    """Run a step's forward and backward passes in the order of the pipeline's schedule."""
     assert net.pipeline is not None
     net.store.clear_gradients()
     totals[VOTES] = numbers[0, VOTE]
@@ -147,7 +150,7 @@ def pipeline_step(
             if not part.has_head:
                 return out
             terms = [term / numbers[i, DIVISOR] for term in sum_terms(net, batches[i], out)]
-            # the graph would keep each received input and its gradient
+            # Detached: autograd's graph would keep each received input and its gradient.
             shares[i] = [term.detach() for term in terms]
             return functools.reduce(torch.add, terms)
 
@@ -163,10 +166,10 @@ def pipeline_step(
 def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
     """Return the number of tokens that count in the global batch, over all ranks."""
     own: float = sum(b.unmasked for b in batches)
-    # Without a mask every rank has as many.
+    # Without a mask every rank counts as many as this one.
     if batches[0].loss_mask is None or net.layout.dp == 1:
         unmasked: float | Tensor = own * net.layout.dp
-    else:  # the sum stays on the device, so that the host does not wait, unless this rank has none
+    else:  # the sum stays on the device: the host waits for it below only if this rank has none
         counted = devices.send(torch.tensor(own, dtype=torch.float64), net.device)
         # Each rank of a context group counts all columns of its samples.
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp

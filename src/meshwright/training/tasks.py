@@ -35,7 +35,7 @@ class Metric:
 
     Fields:
         name: that of the measure, with underscores.
-        unit: what it counts, in words.
+        unit: that of its values, in words.
         better: which values are better.
     """
 
@@ -83,12 +83,12 @@ class Scored(Generic[D]):
 
     @property
     def nats(self) -> Tensor:
-        """The loss of each window: the sum over its predictions that count."""
+        """The loss of each window, summed over its predictions that count."""
         return self.values[:, 0]
 
     @property
     def hits(self) -> Tensor:
-        """How many of these predictions have the likeliest token as their label."""
+        """How many of each window's counted predictions have the label as the likeliest token."""
         return self.values[:, 1]
 
     @property
@@ -97,7 +97,7 @@ class Scored(Generic[D]):
         return self.values.new_tensor([w.counted for windows in self.windows for w in windows])
 
     def by_document(self, column: Tensor) -> Sequence[Tensor]:
-        """Divide a column, such as `nats`, into those of the documents."""
+        """Divide a column, such as `nats`, into one for each document."""
         import torch
 
         return torch.split(column, [len(windows) for windows in self.windows])
@@ -115,12 +115,12 @@ class Task(Generic[D]):
         cut: the windows of a document, of at most `file.length` predictions each.
         measure: the measures by name, in the order in which results list them; all of `metrics`
             are among them.
-        describe: how exactly it is measured, in words; this is the `variant` in results.
+        describe: exactly how it is measured, in words; this is the `variant` in results.
         words: the measures in the words of Megatron's log (none: each with its name).
         stride: by which overlapping windows advance if nothing says otherwise (none: half a
             window).
         takes_folders: whether the file may be a folder.
-        no_limit: why --limit has nothing to limit, where the file is one document.
+        no_limit: why --limit has nothing to limit, if the file is one document.
         dataset: its name in Megatron's lines about the reading of the file; none without it.
         megatron: the value of Megatron's --task that asks for it, with further flags.
         source: where its file comes from; `evaluate --help` says so.
@@ -171,7 +171,7 @@ class PreparedTask(Generic[D]):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What identifies a measurement, beside the model and the task's name."""
+        """The facts that, with the model and the task's name, identify a measurement."""
         return {"variant": self.variant, "file": self.file.path, "sha256": self.file.sha256}
 
     def score(
@@ -182,7 +182,7 @@ class PreparedTask(Generic[D]):
         fixed: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """Return the measures of a model, None if it should stop on the way.
+        """Return the measures of a model, or None if it had to stop on the way.
 
         A micro-batch has `batch` windows of `length` predictions, or more shorter ones. With
         `fixed` each is [batch, length], for a network that runs no other shape.
@@ -245,7 +245,7 @@ def prepare_task(
 ) -> PreparedTask[Any]:
     """Read the file of a task and cut it into windows of at most `length` predictions.
 
-    `stride` is that of overlapping windows (none: the task's own), `limit` the most documents.
+    `stride` is that of overlapping windows (None: the task's own), `limit` the most documents.
     """
     task = find_task(name)
     is_file = Path(path).is_file()
@@ -255,14 +255,14 @@ def prepare_task(
     advance = stride or task.stride or max(1, length // 2)
     file = TaskFile(path, digest, length, min(advance, length))
 
-    # Read.
+    # Read the documents.
     if task.dataset:
         say(f"> building {task.dataset} dataset from {path} ...")
     documents = list(itertools.islice(task.read(path), limit))
     if task.dataset:
         say(f" > found {len(documents)} samples.")
 
-    # Cut.
+    # Cut them into windows.
     windows = [list(task.cut(document, tokenizer, file)) for document in documents]
     if not any(windows):
         raise bad_data(f"{name}={path}: there is nothing to score; name another file")

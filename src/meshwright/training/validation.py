@@ -1,4 +1,4 @@
-"""Validation: the mean loss of data sets, between two steps and at the end of a run."""
+"""Validation: the mean loss on data sets, between two steps and at the end of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Validator:
             p.best_iteration, p.best_loss = step, loss
 
     def validate(self, split: Literal["valid", "test"], is_at_end: bool = False) -> float:
-        """Return the mean loss of the sets of a split, printing each; NaN if none."""
+        """Print the loss on each set of a split and return their mean, NaN if there is no set."""
         heartbeat.enter("validation")
         sets = self.feed.sets_of(split)
         averaged, seconds = self.validate_average(sets, is_at_end)
@@ -66,7 +66,7 @@ class Validator:
     def validate_average(
         self, sets: Mapping[str, Dataset], is_at_end: bool
     ) -> tuple[dict[str, float], float]:
-        """Return the losses of the average of --ema, {} without one, and the seconds of each."""
+        """Return the average's loss on each set ({} without --ema), and the seconds for a set."""
         begun, store = time.perf_counter(), self.net.store
         if store.average is None or not sets or not self.config.training.eval_iters:
             return {}, 0.0
@@ -82,7 +82,7 @@ class Validator:
         averaged: float | None,
         more_seconds: float,
     ) -> float:
-        """Return the mean loss of one set, or NaN if it was not computed, and record it.
+        """Return and record the mean loss on one set; NaN, without a record, if it was cut short.
 
         `averaged` is the loss of the average of --ema, which took `more_seconds`.
         """
@@ -92,7 +92,7 @@ class Validator:
         assert self.config.data.seq_length
         parts = LossParts(dataset, self.config.data.seq_length, self.net)
         loss = self.loss_on(key, dataset, is_at_end, parts)
-        # Saving comes first: the process may be killed within seconds.
+        # After a signal nothing may delay the save: the process may be killed within seconds.
         if self.is_cut_short():
             return math.nan
 
@@ -123,27 +123,28 @@ class Validator:
     ) -> float:
         """Return the mean loss of the network's weights on one set.
 
-        Each validation reads the samples after those of the one before, as a function of the
-        iteration; with --full-validation it reads all of them.
+        On a validation set each validation goes on where the one before ended, which the iteration
+        tells; with --full-validation it reads the whole set. A test set is read from its beginning.
         """
         t, size = self.config.training, self.config.global_batch
         is_valid = key.partition("/")[0] == "valid"
         steps, first = t.eval_iters, 0
         at_end: Literal["mask", "wrap"] = "wrap"
         if is_valid and self.config.data.full_validation:
-            # The last batch is filled up with masked samples.
+            # Masked samples fill up the last batch.
             steps, at_end = -(-len(dataset) // size), "mask"
         elif is_valid:
-            # A validation at the end may follow another one after the same step.
+            # The validations before this one; at the end, the step may have had its regular one.
             earlier = self.progress.iteration // t.eval_interval - (not is_at_end)
             first = earlier * t.eval_iters * size
         with contextlib.closing(self.feed.validate(dataset, first, size, at_end)) as batches:
             return evaluate(self.net, itertools.islice(batches, steps), self.is_cut_short, parts)
 
     def validate_mean(self, plain: float) -> None:
-        """Validate the mean of --average-last at the end of a run, beside the last step's loss.
+        """Validate the mean of --average-last at the end of a run; log its loss beside `plain`.
 
-        The mean takes the place of the weights: nothing may train or save them afterwards.
+        `plain` is the loss of the last step. The mean replaces the weights: nothing may train or
+        save them afterwards.
         """
         c = self.config.checkpoint
         sets = self.feed.sets_of("valid")
@@ -172,7 +173,7 @@ def first_term(
     """Return the function that computes the reported loss of micro-batch i from its logits."""
 
     def compute(logits: Tensor, i: int) -> Tensor:
-        # The first term is the loss that is reported; others, as z loss, only move the weights.
+        # The other terms, such as the z loss, only move the weights.
         losses, *_ = net.loss(logits, batches[i]).values()
         if parts is not None and net.has_results:
             parts.add(samples[i], batches[i], losses)
@@ -190,8 +191,8 @@ def evaluate(
 ) -> float:
     """Return the mean loss of the unmasked tokens of these global batches, without dropout.
 
-    Checks `should_stop` before each batch; the mean is then that of the batches so far. `parts`
-    takes the losses by data set and position.
+    Stop early once `should_stop` is true before a batch; the mean is then that of the batches so
+    far. `parts` takes the losses by data set and position.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
     is_stopped = False
@@ -205,7 +206,7 @@ def evaluate(
         if net.has_results:
             for loss in losses:
                 sums[0] += loss
-            # Context ranks have parts of the same samples: one of them counts the tokens.
+            # Context ranks share samples, and each counts all tokens of them: one count is added.
             sums[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro_batches)
     if net.layout.world > 1:
         dist.all_reduce(sums)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
+import torch
 
 from meshwright.__main__ import main
 from meshwright.apps.bench import calibrate
@@ -28,3 +31,24 @@ def test_calibration_writes_a_profile_that_loads(tmp_path, monkeypatch, capsys):
         4e9, rel=1e-3
     )
     assert profile.storage["disk"] > 0
+
+
+def test_links_that_hang_are_not_measured(monkeypatch, capsys):
+    def hang(*command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(calibrate.host, "cores", lambda: 2)
+    monkeypatch.setattr(calibrate.subprocess, "run", hang)
+    assert calibrate.measure_links(torch.device("cpu")) == {}
+    assert "the links were not measured: no answer in 60 s" in capsys.readouterr().out
+
+
+def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch):
+    def fail(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calibrate, "DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        calibrate.disk_per_second(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -159,25 +159,6 @@ def test_an_accelerator_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row.level == "note" and row.text.startswith("Apple's GPU is not used")
 
 
-def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.gettempdir", fail)
-    row = found(list(doctor._storage()))["temporary"]
-    assert row.level == "problem" and "set TMPDIR" in row.text
-
-
-def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (
-        devices.why_no_device() == "CUDA_VISIBLE_DEVICES= hides all"
-        and devices.torch_build() == "CUDA 13.0"
-    )
-
-
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "CGROUP", tmp_path)
     monkeypatch.setattr(host, "cores", lambda: 16)
@@ -211,22 +192,6 @@ def test_extras_and_the_line_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     verdict = doctor.conclude(list(doctor._packages()))
     at = verdict.index("  # wandb logs to Weights & Biases")  # no comment is broken into a command
     assert verdict[at + 1] == f"  {sys.executable} -m pip install 'meshwright[wandb]'"
-
-
-def test_a_command_to_copy_is_one_line() -> None:
-    """Whatever its length, in the verdict and at the end of a fact, which is broken before it."""
-    in_verdict = f"/{'a' * 60}/python -m pip install -e '/b/meshwright[wandb]'"
-    facts = [
-        Fact("Extras", "wandb", "not installed", "note", {"install": in_verdict}),
-        Fact(
-            "Compute",
-            "torch",
-            f"does not load: {'a reason ' * 5}; pip install 'torch>=2.11,<2.16'",
-            "problem",
-        ),
-    ]
-    lines = doctor.fact_table(facts, doctor.conclude(facts))
-    assert f"    {in_verdict}" in lines and f"{' ' * 16}pip install 'torch>=2.11,<2.16'" in lines
 
 
 def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from meshwright.base.runs.follow import RunTail
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data.tokenizers import Bytes
 from meshwright.generation import language_model
-from meshwright.training.tasks import Metric, Task, describe_column, find_task, prepare_task
+from meshwright.training.tasks import Metric, Task, describe_column, prepare_task
 
 GROUP = f"{registry.PREFIX}tasks"
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-task.md").read_text()
@@ -183,21 +183,6 @@ def test_its_name_in_the_help(installed, capsys):
         with pytest.raises(SystemExit):
             main([command, "--help", "--eval-tasks"])
         assert "choices=FILE" in re.sub(r"\s+", "", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[]", ":1: "),
-        ('{"text": "a", "choices": ["b"], "answer": 1}', "none of them"),
-        ("\udcff", ":1: "),
-    ],
-)
-def test_a_damaged_file_is_refused(installed, tmp_path, line, message):
-    (tmp_path / "a.jsonl").write_text(line, errors="surrogateescape")
-    with pytest.raises(UserError, match="write lines such as") as caught:
-        list(find_task("choices").read(str(tmp_path / "a.jsonl")))
-    assert message in str(caught.value) and caught.value.status == 65
 
 
 def test_a_file_without_a_document_is_refused(installed, tmp_path):

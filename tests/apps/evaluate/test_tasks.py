@@ -15,7 +15,7 @@ from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.data.tokenizers import Bytes
-from meshwright.data.windows import Window, window_spans
+from meshwright.data.windows import Window
 from meshwright.generation import ranks
 from meshwright.training.tasks import Scored, TaskFile
 from on_ranks import make_team, run_ranks
@@ -102,10 +102,9 @@ def test_lambada_equals_transformers(theirs, evaluate, files, strict):
     assert by_name == 0 and same["values"] == pytest.approx(got["values"], rel=1e-6)
 
 
-@pytest.mark.parametrize("stride", [5, 32])
-def test_wikitext_equals_transformers(theirs, evaluate, files, stride):
+def test_wikitext_equals_transformers(theirs, evaluate, files):
     """The windows are those of transformers' own recipe for perplexity with a stride."""
-    model, tokenizer = theirs
+    (model, tokenizer), stride = theirs, 5
     raw = (files / "wiki.test.tokens").read_text()
     text = wikitext.detokenize(raw, "wiki")
     ids, total, end = tokenizer.encode(text), 0.0, 0
@@ -117,7 +116,7 @@ def test_wikitext_equals_transformers(theirs, evaluate, files, stride):
             break
     ratio = (len(ids) - 1) / (len(raw.strip().split(" ")) - 1)
     loss = total / (len(ids) - 1)
-    flags = ["--overlapping-eval", stride] if stride != 32 else []
+    flags = ["--overlapping-eval", stride]
     status, [got], _ = evaluate(
         "--task=WIKITEXT103", "--valid-data", files / "wiki.test.tokens", *flags
     )
@@ -136,22 +135,6 @@ def test_wikitext_equals_transformers(theirs, evaluate, files, stride):
             "words": len(raw.strip().split(" ")),
         },
         rel=1e-4,
-    )
-
-
-def test_perplexity_equals_transformers(theirs, evaluate, files):
-    model, tokenizer = theirs
-    total = count = 0
-    for line in (files / "texts.jsonl").read_text().splitlines():
-        ids = [tokenizer.eos_token_id, *tokenizer.encode(json.loads(line)["text"])]
-        for begin, first, end in window_spans(len(ids) - 1, LENGTH, LENGTH // 2):
-            total += nats_and_hits(model, ids[begin : end + 1], first - begin)[0]
-        count += len(ids) - 1
-    _, [by_input], _ = evaluate("--input", files / "texts.jsonl")
-    _, [by_name], _ = evaluate(f"--eval-tasks=text={files / 'texts.jsonl'}")
-    assert by_input["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
-    assert by_name["values"] == pytest.approx(
-        {name: by_input[name] for name in by_name["values"]}, rel=1e-6
     )
 
 
@@ -205,10 +188,8 @@ def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
     assert "lambada accuracy" in shown and "wikitext adjusted perplexity" in shown
     alone = evaluate(tasks, "--steps=10")[1]
     assert [r["values"] for r in alone] == [r["values"] for r in results[:2]]
-    both = evaluate(
-        tasks, trained / "iter_0000010", "--picture", tmp_path / "two.png", json_lines=False
-    )
-    assert both[0] == 0 and str(trained) in both[1] and (tmp_path / "two.png").stat().st_size > 1000
+    both = evaluate(tasks, trained / "iter_0000010", json_lines=False)
+    assert both[0] == 0 and str(trained) in both[1]
 
 
 def on_two_ranks(run, spec, out):
@@ -239,13 +220,11 @@ def on_two_ranks(run, spec, out):
 
 def test_several_checkpoints_on_two_ranks(evaluate, trained, files, tmp_path):
     """Each is loaded by both ranks, one after the other; the scores are those of one process."""
-    spec = f"--eval-tasks=lambada-strict={files / 'lambada_test.jsonl'},wikitext={files / 'wiki.test.tokens'}"
+    spec = f"--eval-tasks=lambada-strict={files / 'lambada_test.jsonl'}"
     run_ranks(on_two_ranks, 2, str(trained), spec, str(tmp_path / "out.json"))
     _, want, _ = evaluate(spec, "--steps=all")
     got = json.loads((tmp_path / "out.json").read_text())
-    assert [(r["step"], r["task"]) for r in got] == [(r["step"], r["task"]) for r in want] and len(
-        got
-    ) == 4
+    assert [r["step"] for r in got] == [r["step"] for r in want] == [10, 20]
     for mine, theirs in zip(got, want, strict=True):
         assert mine["values"] == pytest.approx(theirs["values"], rel=1e-5)
 
@@ -312,10 +291,8 @@ def test_limit_is_that_of_passages(evaluate, files):
     ("line", "message"),
     [
         ("", "has no example"),
-        ('{"story": "a"}', 'it has no "text"'),
         ('{"text": " "}', "its text is empty"),
         ('{"text": "a \\ud800"}', "surrogates not allowed"),
-        ("[", ":1:"),
     ],
 )
 def test_bad_lambada_files(tmp_path, line, message):

@@ -18,23 +18,15 @@ PADDED = 50_304
 MODEL = "--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 --lr 1e-4 --train-iters 10"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-query-groups 4"
 ALONE = [  # flags, and the number of ranks
-    ("", 1),
     (f"{STILL} --untie-embeddings-and-output-weights {LLAMA}", 1),
-    ("--recompute-granularity full", 1),
     ("--recompute-granularity full --recompute-num-layers 4", 1),
     ("--tensor-model-parallel-size 4 --sequence-parallel --zero-stage 1", 8),
-    ("--zero-stage 2", 4),
     ("--zero-stage 3", 4),
-    (f"--context-parallel-size 2 {STILL}", 2),
-    (f"--fp8-format hybrid {STILL}", 1),
-    ("--optimizer muon --zero-stage 1", 4),
 ]
 PIPELINES = [
     "--pipeline-schedule 1f1b",
-    "--pipeline-schedule 1f1b --recompute-granularity full",
     "--pipeline-schedule 1f1b --num-layers-per-virtual-pipeline-stage 1",
     "--pipeline-schedule gpipe",
-    "--pipeline-schedule 1f1b --zero-stage 2",
     "--pipeline-schedule 1f1b --zero-stage 3",
 ]
 

@@ -8,10 +8,10 @@ import pytest
 
 from in_process import InProcess
 from meshwright.__main__ import main
-from meshwright.apps.quickstart import demo, own_text, plan, shell, start, tour
+from meshwright.apps.quickstart import demo, own_text, plan, shell, start
 from meshwright.apps.quickstart.plan import Size
 from meshwright.apps.quickstart.tour import compare_with_trigram
-from meshwright.base.errors import BAD_DATA, LOCKED, UserError
+from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 
@@ -33,29 +33,14 @@ def library(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.whole
-def test_tour(library, tmp_path, capfd, monkeypatch):
-    """Ctrl-C stops it, which reaches this process alone; the same command goes on, to the end."""
-
-    def interrupt(line):
-        raise KeyboardInterrupt
-
-    # the commands must be quoted
+@pytest.mark.long  # test_own_text.py has a whole tour
+def test_tour(library, tmp_path, capfd):
     argv = ["demo", "my demo", "--minutes", "0.05", "--device", "cpu"]
-    with monkeypatch.context() as m:
-        m.setattr(tour, "TrainingLines", lambda: interrupt)
-        assert main(argv) == 130
-    again = shlex.split(capfd.readouterr().out.splitlines()[-1].split("to go on:")[1])
-    assert again == ["meshwright", *argv]
     assert main(argv) == 0
     out = capfd.readouterr().out
-    assert "an unfinished demo of this text; going on" in out and "train-tokenizer" not in out
     for n in (1, 2, 3, 5, 6, 7):
         assert f"\n{n}. " in out
     folder = tmp_path / "my demo"
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [r["iteration"] for r in rows if r["event"] == "step"]
-    assert steps == list(range(1, len(steps) + 1))
     assert "bits per byte: this GPT" in out and "report.html" in out
     assert out.count("$ meshwright generate ") == 3 and "\n  for name in" in out
     texts = [
@@ -76,6 +61,23 @@ def test_tour(library, tmp_path, capfd, monkeypatch):
         "gpt2-345m",
     )
     assert main(argv) == 0 and "already done" in capfd.readouterr().out
+
+
+def test_ctrl_c_says_how_to_go_on(library, capsys, monkeypatch):
+    """The same command, quoted for a shell, goes on with what is done."""
+    argv = ["demo", "my demo", "--minutes", "0.05", "--device", "cpu"]
+
+    def interrupt(tour, documents, progress, *more):
+        progress.finish("text")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "make_model", interrupt)
+    assert main(argv) == 130
+    again = shlex.split(capsys.readouterr().out.splitlines()[-1].split("to go on:")[1])
+    assert again == ["meshwright", *argv]
+    monkeypatch.setattr(start, "make_model", lambda *given: None)
+    assert main(argv) == 0
+    assert "an unfinished demo of this text; going on" in capsys.readouterr().out
 
 
 def test_345m_command_is_valid():
@@ -117,30 +119,6 @@ def test_it_stops_half_way_once(tmp_path, monkeypatch, steps, begun, stops):
     stub.commands = []
     own_text.train_in_time(stub, progress, own_text.Deadline(4), own_text.Showing(resumes=True))
     assert stub.commands == [["train", "--train-iters", "100"]] * (2 if stops else 1)
-
-
-def test_only_its_own_folder(library, tmp_path, capsys, monkeypatch):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.txt").write_text("three years")
-    assert main(["demo", "full", "--device", "cpu"]) == LOCKED
-    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
-
-    # With --overwrite, what the user put into a demo's folder stays, and so does the model.
-    monkeypatch.setattr(start, "make_model", lambda *given: None)
-    argv = ["demo", "--device", "cpu"]
-    assert main(argv) == 0
-    (tmp_path / "demo/run/iter_0000001").mkdir(parents=True)
-    (tmp_path / "demo/train.jsonl").write_text("old")
-    (tmp_path / "demo/notes.txt").write_text("mine")
-    assert main(argv) == LOCKED
-    assert main([*argv, "--overwrite"]) == 0
-    names = [".lock", ".meshwright-demo", "notes.txt", "run-1"]
-    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == names
-    out = capsys.readouterr().out
-    assert "starting again" in out and "its model is kept in demo/run-1" in out
-    (tmp_path / "demo/run").mkdir()
-    assert main([*argv, "--overwrite"]) == 0
-    assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
 
 
 def test_a_python_without_its_library(library, capsys):

@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 import shlex
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -91,43 +90,6 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     assert (folder / "quickstart.log").read_bytes() == before and not (folder / "run-1").exists()
 
 
-@pytest.mark.long
-def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatch):
-    def interrupt(line):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as m:
-        m.setattr(tour, "TrainingLines", lambda: interrupt)
-        assert quickstart_of(text, "--output", "out") == 130
-    out = capfd.readouterr().out
-    again = shlex.split(out.splitlines()[-1].split("to go on:")[1])
-    assert again[:3] == ["meshwright", "quickstart", text]
-    assert main(again[1:]) == 0
-    out = capfd.readouterr().out
-    assert (
-        "going on" in out and "train-tokenizer" not in out and out.count("$ meshwright train ") == 1
-    )
-    # More minutes continue the model, which keeps what it has learnt.
-    before = last_step(tmp_path / "out/run")
-    assert main([*again[1:], "--minutes", "0.2"]) == 0
-    out = capfd.readouterr().out
-    assert f"from step {before} to step " in out and "bits per byte" in out
-    assert last_step(tmp_path / "out/run") > before and not (tmp_path / "out/run-1").exists()
-    # Fewer are another quickstart.
-    assert main(again[1:]) == LOCKED
-    assert "--minutes was 0.2, not 0.05; --overwrite" in capfd.readouterr().err
-    with monkeypatch.context() as m:
-        m.setattr(tour, "TrainingLines", lambda: interrupt)
-        assert main([*again[1:], "--overwrite"]) == 130
-    out = capfd.readouterr().out
-    assert "its model is kept in out/run-1" in out and "--overwrite" not in out.splitlines()[-1]
-
-
-def last_step(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return max(row["iteration"] for row in rows if row["event"] == "step")
-
-
 @pytest.mark.parametrize(
     "tokens, seconds, steps",
     [
@@ -135,7 +97,6 @@ def last_step(run):
         (10**6, 60, 200 + 460),
         (64 * 40, 60, 480),  # twelve readings of the text
         (64 * 10, 60, None),  # which it had
-        (10**6, 1, 200 + 20),
     ],
 )
 def test_more_minutes_continue_the_model(tmp_path, monkeypatch, capsys, tokens, seconds, steps):
@@ -415,18 +376,6 @@ def test_an_app_that_is_missing_is_named_before_the_work(
     assert not (tmp_path / "my notes-model").exists()
 
 
-def test_another_package_may_predict(tmp_path, monkeypatch):
-    made = tour.Tour(tmp_path, "log", "cpu")
-    said = SimpleNamespace(need=10, tokens_per_second=7.0)
-    monkeypatch.setattr(registry, "_ours", lambda: {})
-    monkeypatch.setattr(registry, "_others", lambda: {"apps": {"predict": "stranger:predict"}})
-    monkeypatch.setitem(
-        sys.modules, "stranger", SimpleNamespace(predict=lambda config, profile, vocabulary: said)
-    )
-    expected = functools.partial(own_text.expected_speed, made, 1024, own_text.load_profile("h100"))
-    assert expected(11.0, plan.SIZES[-1]) == 7.0 and expected(9.0, plan.SIZES[-1]) == 0.0
-
-
 def test_what_is_passed_over_is_said(tmp_path, capsys):
     for n in range(30):
         (tmp_path / f"{n}.md").write_text(f"text {n} " * 200)
@@ -444,28 +393,6 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
         "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
     )
     assert "30 documents: 2" in out and " to learn from (" in out and " held out (" in out
-
-
-@pytest.mark.parametrize(
-    "times, words",
-    [
-        (0.001, "less than 1 % of it is read"),
-        (0.04, "4 % of it is read"),
-        (1, "each is read 1.0 times"),
-        (2.34, "each is read 2.3 times"),
-    ],
-)
-def test_how_often_the_text_is_read(times, words):
-    assert own_text.readings(times) == words
-
-
-def test_the_fewest_steps_are_explained():
-    machine = plan.MeasuredSpeed(plan.SIZES[0], 1000.0, lambda size: 1.0)
-    planned = plan.plan_training(10**6, machine, 3)
-    said = own_text.describe_plan(planned, machine, 10**6, 512, 3)[1]
-    assert said.endswith(
-        "the fewest that make a run: they take about 20 s, and about 3 s are left for it"
-    )
 
 
 def test_the_lines_of_a_training_say_each_thing_once():
@@ -513,24 +440,6 @@ def test_a_folder_that_cannot_be_taken_is_changed_by_its_own_flag(text, tmp_path
             assert "name another folder by --output" in capsys.readouterr().err
     assert quickstart_of(text, "--output", f"{text}/in a file") == IO
     assert "Not a directory; name another folder by --output" in capsys.readouterr().err
-
-
-def test_bad_inputs(text, tmp_path, capsys):
-    (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
-    assert quickstart_of("tiny.jsonl") == BAD_DATA
-    err = capsys.readouterr().err
-    assert (
-        "16 bytes of text are too few to learn from; give at least 20,000, better some millions"
-        in err
-    )
-    assert quickstart_of("nowhere") == BAD_DATA and not (tmp_path / "nowhere-model").exists()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.txt").write_text("three years")
-    assert (
-        quickstart_of(text, "--output", "full") == LOCKED
-        and quickstart_of(text, "--output", text) == LOCKED
-    )
-    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from sites import LOGPROB, Site
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,37 +82,14 @@ def test_rules_of_top_p_and_colons_arrive(fake: Site) -> None:
     )
 
 
-REFUSED = [
-    ({"prompts": None}, "prompts"),
-    ({"prompts": []}, "prompts"),
-    ({"prompts": "a"}, "prompts"),
-    ({"prompts": [1]}, "prompts"),
-    ({"prompts": ["a"] * 129}, "prompts"),
-    ({"prompts": [""]}, "add_BOS"),
-    ({"max_len": 9}, "tokens_to_generate"),
-    ({"sentences": ["a"]}, "prompts"),
-    ({"tokens_to_generate": 0}, "logprobs"),
-    ({"tokens_to_generate": -1}, "tokens_to_generate"),
-    ({"temperature": 0}, "temperature"),
-    ({"temperature": 101}, "temperature"),
-    ({"top_k": 1001}, "top_k"),
-    ({"top_k": 2, "top_p": 0.5}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_p_decay": 0.5}, "top_p"),
-    ({"top_p": 0.5, "top_p_bound": 0.1}, "top_p_decay"),
-    ({"top_p": 0.5, "top_p_decay": 0.9, "top_p_bound": 0.6}, "top_p_bound"),
-    ({"beam_width": 0}, "beam_width"),
-    ({"beam_width": 2, "logprobs": True}, "beam_width"),
-    ({"beam_width": 2, "prompts": ["a", "b"]}, "beam_width"),
-    ({"stop_token": 3}, "beam_width"),
-    ({"length_penalty": 2}, "beam_width"),
-    ({"random_seed": -2}, "random_seed"),
-    ({"add_BOS": 1}, "add_BOS"),
-    ({"bogus": 1}, "bogus"),
-]
+REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())["megatron"]
 
 
-@pytest.mark.parametrize(("body", "word"), REFUSED, ids=lambda v: json.dumps(v)[:40])
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [*REFUSED, ({"prompts": ["a"] * 129}, "prompts")],
+    ids=lambda v: json.dumps(v)[:40],
+)
 def test_refusals(fake: Site, body: dict[str, Any], word: str) -> None:
     status, answer, _ = fake.ask(
         "PUT", "/api", {"prompts": ["ab"], "tokens_to_generate": 4, **body}
@@ -118,13 +97,17 @@ def test_refusals(fake: Site, body: dict[str, Any], word: str) -> None:
     assert status == 400 and word in answer["message"]
 
 
-def test_megatrons_client(fake: Site) -> None:
+def test_megatrons_client(
+    fake: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints the answer to a prompt and a length; a length that is no number is asked again."""
     script = ROOT / "compat/megatron-lm/tools/text_generation_cli.py"
-    typed = "ab\n4\n"
-    done = subprocess.run(
-        [sys.executable, "-S", script, f"localhost:{fake.port}"],
-        input=typed,
-        capture_output=True,
-        text=True,
-    )
-    assert "Megatron Response: \nababab\n" in done.stdout, done
+    monkeypatch.setattr(sys, "argv", [str(script), f"localhost:{fake.port}"])
+    monkeypatch.setenv("http_proxy", "http://localhost:9")  # is for other addresses
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n4\n\nbye\n0\n"))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert "Megatron Response: \nababab\n" in out
+    assert "'bye' is not a whole number from 0" in out
+    assert ended.value.code == 1 and "Error 400" in err  # the empty prompt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import runpy
@@ -282,29 +281,20 @@ def test_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the flags fit step 8" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run, and in run-hf what the command of docs/serving.md writes of it."""
-    folder = tmp_path_factory.mktemp("exported")
-    texts = ["the cat sat on the mat.", "a dog ran over the hill."] * 100
-    tokenizers.train_bpe(texts, 280, folder / "tok")
-    names = [f"--vocab-file={folder}/tok/vocab.json", f"--merge-file={folder}/tok/merges.txt"]
-    run = train_on_texts(
-        folder, texts, names, SHAPE.replace("--train-iters=8", "--train-iters=30").split()
-    )
-    assert run == folder / "run"
-    page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
-    [line] = [line for line in page.splitlines() if line.startswith("meshwright convert")]
-    with contextlib.chdir(folder):
-        assert main(line.split()[1:]) == 0
-    return folder
-
-
-def test_the_folder_for_vllm(exported: Path) -> None:
-    """transformers, and so vLLM, reads it and writes equal texts."""
+@pytest.mark.long  # imports transformers
+def test_the_folder_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers, and so vLLM, reads what the command of docs/serving.md writes of a run."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = exported / "run-hf"
+    texts = ["the cat sat on the mat.", "a dog ran over the hill."] * 100
+    tokenizers.train_bpe(texts, 280, tmp_path / "tok")
+    names = [f"--vocab-file={tmp_path}/tok/vocab.json", f"--merge-file={tmp_path}/tok/merges.txt"]
+    assert train_on_texts(tmp_path, texts, names, SHAPE.split()) == tmp_path / "run"
+    page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("meshwright convert")]
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()[1:]) == 0
+    folder = tmp_path / "run-hf"
     words, hf = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert str(hf.dtype) == "torch.bfloat16" and (folder / "config.json").exists()
     ours = load(folder, device="cpu")
@@ -314,50 +304,3 @@ def test_the_folder_for_vllm(exported: Path) -> None:
         found = hf.float().generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
         text = words.decode(found, skip_special_tokens=True)
         assert text == prompt + ours.generate(prompt, greedy=True, max_new_tokens=12)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_evaluation_harness(exported: Path) -> None:
-    """lm-evaluation-harness' own client of OpenAI's servers scores as the model itself does."""
-    reason = "lm-evaluation-harness is not installed with what its API models need"
-    api = pytest.importorskip(
-        "lm_eval.models.openai_completions", reason=reason, exc_type=ImportError
-    )
-    for package in ("requests", "aiohttp", "tenacity"):
-        pytest.importorskip(package, reason=reason)
-    from lm_eval.api.instance import Instance
-
-    model, pairs = (
-        load(exported / "run", device="cpu"),
-        [("the cat", " sat on"), ("a dog", " flew"), ("the", " cat sat")],
-    )
-    wanted = []
-    for context, rest in pairs:
-        ids, begin = model.encode(context + rest), len(model.encode(context))
-        logits = model.logits(ids).log_softmax(-1)
-        places = range(begin - 1, len(ids) - 1)
-        is_greedy = all(int(logits[at].argmax()) == ids[at + 1] for at in places)
-        wanted.append((sum(float(logits[at, ids[at + 1]]) for at in places), is_greedy))
-
-    def client(site: Site) -> None:
-        address, folder = f"http://127.0.0.1:{site.port}/v1/completions", str(exported / "run-hf")
-        lm = api.LocalCompletionsAPI(
-            model="run", base_url=address, tokenizer=folder, max_length=48, batch_size=2
-        )
-        asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-        for (found, greedy), (score, is_greedy) in zip(
-            lm.loglikelihood(asked, disable_tqdm=True), wanted, strict=True
-        ):
-            assert found == pytest.approx(score, abs=1e-4) and greedy == is_greedy
-        texts = [
-            Instance(
-                "generate_until",
-                {},
-                ("the c", {"until": ["."], "max_gen_toks": 12, "temperature": 0}),
-                0,
-            )
-        ]
-        [text] = lm.generate_until(texts, disable_tqdm=True)
-        assert text == model.generate("the c", greedy=True, max_new_tokens=12, stop=".")
-
-    assert visit(exported / "run", client) == 0

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from fuzz.bugs import BUGS
 from layouts import parse
 from meshwright.apps.pages.runs import CERTIFICATE
 from meshwright.apps.report.page import show_certificate
 from meshwright.apps.verify import certificate
-from meshwright.apps.verify.compare import Quantity, compare_with_one_process
+from meshwright.apps.verify.compare import Quantity, Recorder, compare_with_one_process
 from meshwright.base.errors import UNEQUAL, UserError
+from meshwright.checkpoint.boxes import Box
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel import shard
 from meshwright.training import small_run
 from meshwright.training.small_run import RankSetup
 from on_ranks import make_team, run_ranks
 
-TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --qk-layernorm"
+TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 1 --bf16 --qk-layernorm"
 TP += " --attention-dropout 0.1"
 MORE = [
     "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights --bf16",
@@ -40,7 +44,9 @@ def compare_all(file: str, lines: list[str]) -> None:
     for line in lines:
         wrong = mock.patch.object(shard, "is_partial", lambda *_: False)
         flags = re.sub(
-            "--(bf16|fp16)", r"--params-dtype float32 --\1", TP if line == "broken" else line
+            "--(bf16|fp16)",
+            r"--params-dtype float32 --\1",
+            TP.replace("--bf16 ", "") if line == "broken" else line,
         )
         with wrong if line == "broken" else mock.MagicMock():
             made = compare_with_one_process(parse(flags), team, 1, None, setup)
@@ -100,7 +106,7 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     )
 
     for values, words in (
-        (made, "<b>Layout verified</b>: 36 parameters, "),
+        (made, "<b>Layout verified</b>: 20 parameters, "),
         (broken, "<b>Layout differs</b>: gradients, "),
     ):
         (tmp_path / CERTIFICATE).write_text(json.dumps(values))
@@ -121,6 +127,14 @@ def verify_with_rounded_masters(folder: str) -> None:
             config, RankSetup(team), ["command"], lambda comparison, line: None
         )
     assert caught.value.status == UNEQUAL
+
+
+def test_infinities_are_beyond_every_tolerance() -> None:
+    recorder = Recorder(TrainConfig(), torch.device("cpu"))
+    ours = {"w": ((2,), [Box((0,), (2,))], torch.tensor([1.0, 2.0]))}
+    recorder.tensors(Quantity.WEIGHTS, 1, ours, {"w": torch.tensor([1.0, math.inf])})
+    (seen,) = recorder.seen.values()
+    assert seen.largest == math.inf and seen.first == (1, math.inf)
 
 
 def test_masters_that_lose_their_low_bits_are_found(tmp_path):

@@ -28,7 +28,7 @@ sys.exit(main(sys.argv[1:]))
 """
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TRAIN = """
-    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --lr 1e-3
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --lr 1e-3
     --micro-batch-size 1 --train-iters 2 --eval-iters 0 --mock-data --vocab-size 37 --device cpu --verify-layout 1
 """.split()
 
@@ -50,21 +50,31 @@ def run(folder, argv, **more):
     return run_programs(program, [argv] * 2, ranks, folder)
 
 
-def test_a_layout_that_fails_is_a_difference(monkeypatch, capsys):
-    """It has a status and one sentence, with what differed before."""
+@pytest.fixture
+def failing(monkeypatch):
+    """Let the layout fail after a difference."""
 
     def fail(comparing, run):
         comparing.seen.note(compare.Quantity.WEIGHTS, "wte.weight", 1, 0.5)
         raise ValueError("zip() argument 2 is shorter")
 
     monkeypatch.setattr(compare._Comparing, "check_cover", fail)
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_layout_that_fails_is_a_difference(capsys):
+    """It has a status and one sentence, with what differed before."""
     assert main(["verify-layout", "--world-size=1", *TRAIN]) == UNEQUAL
     shown = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "this layout fails where one process does not, ValueError at test_verify_layout.py:"
-        in shown
-    )
+    why = "this layout fails where one process does not, ValueError at test_verify_layout.py:"
+    assert why in shown
     assert "zip() argument 2 is shorter, after a difference in wte.weight; do not train" in shown
+
+
+@pytest.mark.usefixtures("failing")
+def test_no_step_is_trained_after_a_difference(tmp_path):
+    assert main(["train", *TRAIN, "--run-dir", str(tmp_path)]) == UNEQUAL
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.flag("verify_layout")
@@ -95,6 +105,7 @@ def test_torchs_rounding_of_beta2_is_no_difference(beta2):
     assert allowed(quantity=compare.Quantity.WEIGHTS) == compare.UPDATED
 
 
+@pytest.mark.long
 def test_train_verifies_before_it_begins(tmp_path):
     """A difference ends the run before its first step; the certificate says where it is."""
     statuses, (log, _) = run(tmp_path, ["train", *TRAIN, *TP, "--run-dir", "run"], BROKEN="1")

@@ -61,17 +61,6 @@ def test_it_grows(tmp_path, follower):
     assert (check.iteration, check.loss) == (2, 4.5) and follower.record.attempts[0].last == 3
 
 
-def test_a_half_written_line_waits(tmp_path, follower):
-    append(tmp_path, start_row(), step_row(1, 5.0))
-    append(tmp_path, step_row(2, 4.0), cut=40)
-    look(follower)
-    assert steps(follower) == [1] and not follower.damage
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(text_of([step_row(2, 4.0)])[40:])
-    look(follower)
-    assert steps(follower) == [1, 2] and not follower.damage
-
-
 def test_a_resume_cuts_the_half_line_and_undoes_steps(tmp_path, follower):
     append(tmp_path, start_row(), *(step_row(i, 9.0) for i in range(1, 6)), check_row(4, 4.0))
     append(
@@ -106,15 +95,6 @@ def test_another_file_in_its_place(tmp_path, follower, how):
     assert set(follower.column("loss")) == {2.0} and len(follower.record.attempts) == 1
 
 
-def test_moved_aside_then_started_anew(tmp_path, follower):
-    append(tmp_path, start_row(), step_row(1, 9.0))
-    look(follower)
-    os.rename(tmp_path / "metrics.jsonl", tmp_path / "aside")
-    assert look(follower) == 1 and not follower.file_state and steps(follower) == []
-    append(tmp_path, start_row(), step_row(1, 2.0))
-    assert look(follower) == 1 and follower.column("loss").tolist() == [2.0]
-
-
 def test_damage_is_shown_and_the_rest_is_read(tmp_path, follower):
     append(tmp_path, start_row(), step_row(1, 5.0))
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -135,22 +115,6 @@ def test_damage_is_shown_and_the_rest_is_read(tmp_path, follower):
     append(tmp_path, start_row(command=["\udcff"]), step_row(1, 3.0))  # a name that is not text
     look(follower)
     assert steps(follower) == [1] and follower.record.attempts[-1].start["command"] == ["\udcff"]
-
-
-def test_repeated_iterations_without_a_start(tmp_path, follower):
-    append(
-        tmp_path,
-        start_row(),
-        step_row(1, 5.0),
-        step_row(2, 5.0),
-        step_row(2, 4.0),
-        step_row(3, 3.0),
-    )
-    look(follower)
-    assert follower.column("loss").tolist() == [5.0, 4.0, 3.0]
-    append(tmp_path, step_row(2, 1.0))
-    look(follower)
-    assert follower.column("loss").tolist() == [5.0, 1.0]
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -115,12 +115,6 @@ def test_steps_that_are_undone_or_not_applied(tmp_path):
     assert [line.split()[0] for line in printed_losses(tmp_path)] == ["1", "4", "5"]
 
 
-def test_a_pause_after_the_end_is_no_loss(tmp_path):
-    later = [start(3, 6, 9000.0, 5.0), step(3, 7, 9010.0)]
-    found = measured(tmp_path, ROWS + later)
-    assert found.wall == 141.0 + 15.0 and found.recoveries == [55.0]
-
-
 @pytest.mark.parametrize(
     "reason, is_loss",
     [("SIGINT", False), ("kill switch /x", False), ("--exit-interval 5", False), ("SIGTERM", True)],

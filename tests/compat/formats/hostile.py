@@ -13,6 +13,7 @@ import copyreg
 import hashlib
 import io
 import json
+import os
 import pickle
 import struct
 import warnings
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     write: Callable[[Path, Path], None]
     runs: bool = False
     measured: bool = False  # it is after memory or time, so it gets a process of its own
+    dear: bool = False  # it takes seconds
 
 
 CASES: list[Case] = []
@@ -173,14 +175,6 @@ def void(_: Any) -> None: ...
 # Code that is called, in every way that pickles have
 
 in_zip("reduce os.system", UNTRUSTED, system, True)
-in_zip("reduce eval", UNTRUSTED, lambda m: call("builtins.eval", python(m)), True)
-in_zip("reduce open", UNTRUSTED, lambda m: call("io.open", text(str(m)), text("w")), True)
-in_zip(
-    "subprocess",
-    UNTRUSTED,
-    lambda m: call("subprocess.check_call", many(text("touch"), text(str(m)))),
-    True,
-)
 in_zip("Python 2's name of eval", UNTRUSTED, lambda m: call("__builtin__.eval", python(m)), True)
 in_zip(
     "getattr finds os.system", UNTRUSTED, lambda m: call(attribute(named("os.path"), "x"), touch(m))
@@ -190,15 +184,6 @@ in_zip(
     "not callable",
     lambda m: call(attribute(named("torch.Tensor"), "__subclasses__")),
 )
-in_zip("getattr of a dict", "getattr", lambda m: attribute(b"}", "__class__"))
-in_zip("attrgetter", UNTRUSTED, lambda m: call(call("operator.attrgetter", text("system")), b"N"))
-in_zip(
-    "functools.partial",
-    UNTRUSTED,
-    lambda m: call(call("functools.partial", named("os.system"), touch(m))),
-    True,
-)
-in_zip("torch.load of a file", UNTRUSTED, lambda m: call("torch.serialization.load", text(str(m))))
 LOADS = "torch.storage._load_from_bytes"
 in_zip(
     "a pickle in bytes, through torch's storages",
@@ -211,15 +196,10 @@ in_zip(
     lambda m: call("pickle.loads", quoted(program(system(m)))),
     True,
 )
-in_zip("a class of the main program", UNTRUSTED, lambda m: call("__main__.Model"))
 in_zip(
     "NEWOBJ",
     UNTRUSTED,
     lambda m: named("subprocess.Popen") + many(many(text("touch"), text(str(m)))) + b"\x81",
-)
-POPEN = named("subprocess.Popen")
-in_zip(
-    "NEWOBJ_EX", UNTRUSTED, lambda m: POPEN + b")}" + text("args") + text(f"touch {m}") + b"s\x92"
 )
 in_zip(
     "NEWOBJ_EX with keywords",
@@ -266,11 +246,6 @@ in_zip(
     lambda m: many(*map(text, ("module", "os", "system")), b"NN") + b"Q",
 )
 in_zip("a persistent id of tuples", "reference", lambda m: b"N" + b"\x85" * 50_000 + b"Q")
-in_zip(
-    "a factory of a defaultdict",
-    UNTRUSTED,
-    lambda m: call("collections.defaultdict", named("os.system")),
-)
 
 # State that is set
 
@@ -290,12 +265,6 @@ in_zip(
     "Namespace of something other",
     lambda m: named("argparse.Namespace") + b")\x81N}\x86b",
 )
-in_zip("a Namespace that is given itself", "Namespace", lambda m: call("argparse.Namespace", b"}"))
-in_zip(
-    "attributes that are no names",
-    "Namespace",
-    lambda m: named("argparse.Namespace") + b")\x81}K\1Nsb",
-)
 in_zip(
     "items of a Namespace",
     OPENS,
@@ -307,11 +276,6 @@ in_zip(
     "an array in too few bytes", "NumPy array of", lambda m: array(quoted(bytes(8)), "f8", 1 << 40)
 )
 in_zip("an array of records", "NumPy array", lambda m: array(quoted(bytes(8)), "V8"))
-in_zip(
-    "encode with another codec",
-    "encoding",
-    lambda m: call("_codecs.encode", text("x" * 99), text("zlib")),
-)
 BOMB = zlib.compress(bytes(MEGABYTE))
 in_zip("decode a bomb", UNTRUSTED, lambda m: call("_codecs.decode", quoted(BOMB), text("zlib")))
 
@@ -336,16 +300,6 @@ in_zip(
     lambda m: tensor(storage(), [1 << 20], [1]),
 )
 in_zip(
-    "a tensor that begins beyond its storage",
-    "on a storage of 4",
-    lambda m: tensor(storage(), [2], [1], 1 << 40),
-)
-in_zip(
-    "strides beyond the storage",
-    "on a storage of 4",
-    lambda m: tensor(storage(), [2, 2], [1 << 30, 1]),
-)
-in_zip(
     "a product beyond 64 bits",
     "on a storage of 4",
     lambda m: tensor(storage(), [1 << 32, 1 << 32, 16], [0, 0, 0]),
@@ -354,14 +308,6 @@ in_zip(
     "a number repeated for ever", "on a storage of 4", lambda m: tensor(storage(), [1 << 40], [0])
 )
 in_zip("a stride below zero", "something other", lambda m: tensor(storage(), [4], [-1]))
-in_zip("an offset below zero", "something other", lambda m: tensor(storage(), [1], [1], -8))
-in_zip("sizes below zero", "something other", lambda m: tensor(storage(), [-1, -4], [1, 1]))
-in_zip("a tensor of a text", "something other", lambda m: tensor(text("storage"), [1], [1]))
-in_zip(
-    "a million dimensions",
-    "something other",
-    lambda m: tensor(storage(), [1] * 100_000, [1] * 100_000),
-)
 in_zip(
     "a storage longer than its record",
     "has 16 bytes",
@@ -372,9 +318,6 @@ in_zip(
     "a storage outside of the archive",
     "no storage",
     lambda m: tensor(storage("../../../etc/passwd"), [1], [1]),
-)
-in_zip(
-    "a storage of no type", UNTRUSTED, lambda m: tensor(storage(kind="torch.Generator"), [1], [1])
 )
 REBUILD = "torch._utils._rebuild_parameter"
 in_zip(
@@ -399,30 +342,14 @@ in_zip(
 
 UNMEASURED = len(CASES)
 in_file("4 GB of bytes, as declared", "MiB", lambda m: program(b"B\xff\xff\xff\xff"))
-in_file(
-    "an exabyte of text, as declared",
-    "MiB",
-    lambda m: program(b"\x8d" + struct.pack("<Q", 1 << 60)),
-)
 in_file("a number of 2 GB", "MiB", lambda m: program(b"\x8b\xff\xff\xff\x7f"))
-in_file("a memory with place 4 billion", "MiB", lambda m: program(b"Nr\xf0\xff\xff\xff"))
-in_file(
-    "a number of a million digits",
-    "could not convert",
-    lambda m: program(b"I" + b"9" * MEGABYTE + b"\n"),
-)
-in_file("a name without an end", "truncated", lambda m: program(b"c" + b"a" * MEGABYTE))
-in_file("names of a megabyte", "MiB", lambda m: program(long_names(MEGABYTE, 1000)))
 in_file("20 million lists", "MiB", lambda m: program(b"]" * 20_000_000))
-in_file("20 million sets", "MiB", lambda m: program(b"\x8f" * 20_000_000))
-in_file("8 million marks", "MARK", lambda m: program(b"(" * 8_000_000))
 in_file(
     "2 million objects",
     "MiB",
     lambda m: program(named("megatron.x.Y") + b"q\0](" + b"h\0)R" * 2_200_000 + b"e"),
 )
-in_file("8 million instructions for nothing", OPENS, lambda m: program(b"N0" * 4_000_000 + b"N"))
-in_file("8 million memories", OPENS, lambda m: program(b"N" + b"\x94" * 8_000_000))
+in_file("a million instructions for nothing", OPENS, lambda m: program(b"N0" * 500_000 + b"N"))
 in_file(
     "texts of wide letters",
     "MiB",
@@ -430,13 +357,12 @@ in_file(
 )
 in_file("tuples in tuples", "deep", lambda m: program(b"N" + b"\x85" * 100_000))
 in_file("lists in lists", "deep", lambda m: program(b"]" * 100_000 + b"a" * 99_999))
-in_file("a list that holds itself", "hold themselves", lambda m: program(b"]2a"))
 in_file(
     "a billion laughs", "MiB", lambda m: program(laughs(b"]q\0", b"](" + b"h\0" * 10 + b"eq\0", 9))
 )
 in_file(
     "keys that laugh",
-    "more than 2 s",
+    "more than 1 s",
     lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"),
 )
 in_file("a set of long texts", "as a key", lambda m: program(b"\x8f(" + text("x" * 5000) + b"\x90"))
@@ -445,22 +371,15 @@ in_file(
 )
 
 
-in_file("pairs that all have one hash", "a tuple as a key", lambda m: program(b"}" + pairs(2000)))
 in_file(
     "20,000 pairs as keys", "more than 10,000 keys", lambda m: program(b"}" + small_pairs(20_000))
 )
-in_file(
-    "20,000 addresses as keys", "more than 10,000 keys", lambda m: program(b"}" + addresses(20_000))
-)
 
 
-CASES[UNMEASURED:] = [case._replace(measured=True) for case in CASES[UNMEASURED:]]
-
-
-def long_names(size: int, count: int) -> bytes:
-    """Name globals of a short module and one long, memoized name."""
-    rest = b"".join(text(f"megatron.a{i}") + b"h\0\x930" for i in range(count))
-    return text("x" * size) + b"q\0" + rest
+DEAR = {"20 million lists", "2 million objects", "a billion laughs"}
+CASES[UNMEASURED:] = [
+    case._replace(measured=True, dear=case.name in DEAR) for case in CASES[UNMEASURED:]
+]
 
 
 def laughs(first: bytes, then: bytes, count: int) -> bytes:
@@ -468,31 +387,8 @@ def laughs(first: bytes, then: bytes, count: int) -> bytes:
     return first + b"0".join([b""] + [then] * count)
 
 
-def pairs(count: int) -> bytes:
-    """Return items whose keys are tuples of two numbers with the same hash."""
-    mask = (1 << 64) - 1
-    first, second, fifth = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x27D4EB2F165667C5
-    unfirst, unsecond = pow(first, -1, 1 << 64), pow(second, -1, 1 << 64)
-
-    def before(total: int) -> int:  # what was turned and multiplied to give this
-        turned = total * unfirst & mask
-        return (turned >> 31 | turned << 33) & mask
-
-    out, b = list[tuple[int, int]](), 0
-    while len(out) < count:
-        b += 1
-        a = (before((before(12345) - b * second) & mask) - fifth) * unsecond & mask
-        out += [(a, b)] * (a < 1 << 60)
-    assert len({hash(key) for key in out}) == 1
-    return b"".join(number(a) + number(b) + b"\x86Ns" for a, b in out)
-
-
 def small_pairs(count: int) -> bytes:
     return b"".join(number(i) + b"K\1\x86Ns" for i in range(count))
-
-
-def addresses(count: int) -> bytes:
-    return b"".join(number((i + 1) << 23) + b"Ns" for i in range(count))
 
 
 def collisions(count: int) -> bytes:
@@ -511,7 +407,7 @@ in_file(
 
 def compressed(path: Path, marker: Path) -> None:
     """Write a pickle that is compressed a thousandfold."""
-    zipped(path, {"a/data.pkl": bytes(200 * MEGABYTE)}, zipfile.ZIP_DEFLATED)
+    zipped(path, {"a/data.pkl": bytes(20 * MEGABYTE)}, zipfile.ZIP_DEFLATED)
 
 
 def long_entries(count: int) -> Callable[[Path, Path], None]:
@@ -523,14 +419,11 @@ def long_entries(count: int) -> Callable[[Path, Path], None]:
 
 for title, says, write in (
     ("a pickle that is compressed a thousandfold", "compressed", compressed),
-    ("names of 65 kB", "not one of torch.save", long_entries(500)),
-    ("names of 98 MB", "not one of torch.save", long_entries(1500)),
+    ("names of 5 MB", "not one of torch.save", long_entries(80)),
 ):
     CASES.append(Case(title, "pickle", says, write, measured=True))
 for title, says, other in (
     ("an entry outside of the archive", OPENS, "a/../../x"),
-    ("an entry with an absolute name", "not one of torch.save", "/etc/passwd"),
-    ("an entry with a foreign name", "not one of torch.save", "a\\..\\x"),
     ("an entry of another archive", "not one of torch.save", "b/x"),
     ("TorchScript, which is code", "not one of torch.save", "a/constants.pkl"),
 ):
@@ -586,7 +479,6 @@ def with_64_bits(raw: bytearray) -> bytearray:
 
 
 for title, says, change in (
-    ("a link", OPENS, lambda raw: put(raw, entry_of(raw, b"a/byteorder") + 38, "<L", 0xA1FF0000)),
     ("entries that overlap", "overlap", with_size(b"a/data.pkl", len(HONEST) + 95)),
     ("a record beyond the end", "beyond the directory", with_size(b"a/data/0", 1 << 30)),
     (
@@ -594,9 +486,7 @@ for title, says, change in (
         "not where the directory",
         lambda raw: put(raw, entry_of(raw, b"a/data/0") + 42, "<L", 7),
     ),
-    ("a directory of 65,535 entries", OPENS, lambda raw: put(raw, len(raw) - 12, "<H", 65535)),
     ("a directory of 2**40 entries", "directory", with_64_bits),
-    ("a directory beyond the end", "directory", lambda raw: put(raw, len(raw) - 6, "<L", 1 << 31)),
     ("a directory that ends too early", "directory", lambda raw: put(raw, len(raw) - 10, "<L", 9)),
 ):
     CASES.append(Case(title, "pickle", says, bent(change)))
@@ -641,20 +531,8 @@ GOOD, VIEW = (
     tensor(old_storage(), [4], [1]),
     tensor(old_storage(many(text("v"), number(3), number(99))), [1], [1]),
 )
-TWO = many(
-    tensor(old_storage(), [1], [1]), tensor(old_storage().replace(number(4), number(9)), [1], [1])
-)
 old("the old form: a view beyond its storage", "a view of elements", lambda m: VIEW, ["0"], FOUR)
 old("the old form: a storage that is cut short", "cut short", lambda m: GOOD, ["0"], FOUR[:9])
-old(
-    "the old form: another size",
-    "numbers",
-    lambda m: GOOD,
-    ["0"],
-    struct.pack("<q", -3) + bytes(16),
-)
-old("the old form: other storages", "not those", lambda m: GOOD, ["0", "1"], FOUR * 2)
-old("the old form: one storage of two sizes", "two sizes", lambda m: TWO, ["0"], FOUR)
 in_file(
     "the old form: code in the place of its number", UNTRUSTED, lambda m: program(system(m)), True
 )
@@ -745,12 +623,6 @@ def metadata_that_runs(folder: Path, marker: Path) -> None:
 
 
 in_folder("dcp: metadata", TORCH_DIST, UNTRUSTED, metadata_that_runs, True)
-in_folder(
-    "dcp: metadata of numbers",
-    TORCH_DIST,
-    "",
-    lambda p, m: (p / ".metadata").write_bytes(program(b"K\1")),
-)
 in_folder("dcp: a tensor's item", TORCH_DIST, UNTRUSTED, hostile_item, True)
 in_folder("dcp: common.pt", TORCH_DIST, UNTRUSTED, hostile_common, True)
 in_folder(
@@ -760,12 +632,6 @@ in_folder(
     lambda p, m: with_metadata(p, relative_path="../../etc/passwd"),
 )
 in_folder(
-    "dcp: an absolute file",
-    TORCH_DIST,
-    "outside",
-    lambda p, m: with_metadata(p, relative_path="/etc/passwd"),
-)
-in_folder(
     "dcp: an offset below zero", TORCH_DIST, "wanted", lambda p, m: with_metadata(p, offset=-5)
 )
 in_folder(
@@ -773,9 +639,6 @@ in_folder(
     TORCH_DIST,
     "wanted",
     lambda p, m: with_metadata(p, length=1 << 60),
-)
-in_folder(
-    "dcp: an offset that is a text", TORCH_DIST, "", lambda p, m: with_metadata(p, offset="0")
 )
 
 
@@ -797,29 +660,8 @@ def with_sizes(**sizes: Any) -> Callable[[Path, Path], None]:
 
 
 STACKED = "decoder.layers.self_attention.linear_qkv.weight"
-FAR = "decoder.layers.999999999.self_attention.linear_qkv.weight"
 LONG = [1] * 20_000
-in_folder(
-    "dcp: a thousand million layers",
-    TORCH_DIST,
-    "no part of",
-    with_sizes(**{STACKED: (10**9, 4, 4)}),
-)
-in_folder("dcp: a layer of a high number", TORCH_DIST, "no part of", with_sizes(**{FAR: (4, 4)}))
 in_folder("dcp: a size of 1e308", TORCH_DIST, "a size of", with_sizes(**{STACKED: (1e308, 4)}))
-in_folder("dcp: a size below zero", TORCH_DIST, "a size of", with_sizes(**{STACKED: (-4, 4)}))
-in_folder(
-    "dcp: a product beyond 64 bits",
-    TORCH_DIST,
-    "elements",
-    with_sizes(**{STACKED: (1 << 40, 1 << 40)}),
-)
-in_folder(
-    "dcp: 60,000 names that share a list of sizes",
-    TORCH_DIST,
-    "MiB",
-    with_sizes(**{f"decoder.layers.{i}.mlp.linear_fc1.weight": LONG for i in range(60_000)}),
-)
 
 
 # Folders of DeepSpeed and Megatron
@@ -899,13 +741,6 @@ def deepspeeds(layer: int = 0, **changes: Any) -> Callable[[Path, Path], None]:
 
 SHARED = {f"encoder.layers.{i}.mlp.dense_h_to_4h.weight": LONG for i in range(60_000)}
 for title, kind, says, write in (
-    (
-        "DeepSpeed: a thousand million layers",
-        DEEPSPEED,
-        "number of layers",
-        deepspeeds(num_layers=10**9),
-    ),
-    ("DeepSpeed: 10**30 layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**30)),
     ("DeepSpeed: a layer of a high number", DEEPSPEED, "missing", deepspeeds(999_999_999)),
     (
         "DeepSpeed: 60,000 names that share a list",
@@ -925,18 +760,11 @@ for title, kind, says, write in (
         "no file",
         megatrons(name="mp_rank_99999_99999"),
     ),
-    ("Megatron: a layer of a high number", MEGATRON, "missing", megatrons(999_999_999)),
     (
         "Megatron: a thousand million layers",
         MEGATRON,
         "10{9} in its arg",
         megatrons(num_layers=10**9),
-    ),
-    ("Megatron: a thousand million heads", MEGATRON, "heads", megatrons(num_attention_heads=10**9)),
-    *(
-        (f"{kind}: iteration {number!r}", kind, "iteration", write(iteration=number))
-        for kind, write in ((MEGATRON, megatrons), (DEEPSPEED, deepspeeds))
-        for number in (-5, 2.5, 1e17, 1e308, float("nan"), float("inf"))
     ),
 ):
     in_folder(title, kind, says, write)
@@ -986,9 +814,6 @@ hugging(
     "safetensors|instruction",
     safetensors(b"{}", size=200 * MEGABYTE),
 )
-hugging("a header longer than the file", "safetensors|instruction", safetensors(b"{}", size=10_000))
-hugging("a header of 2**63 bytes", "safetensors|instruction", safetensors(b"{}", size=1 << 63))
-hugging("tensors that overlap", "safetensors", safetensors(OVERLAP))
 hugging(
     "a tensor beyond the file",
     "safetensors",
@@ -998,9 +823,6 @@ hugging("a shape of 10**72", "safetensors", safetensors(HUGE))
 hugging(
     "a thousand million dimensions", "safetensors", safetensors(one_tensor(shape=[1] * 100_000))
 )
-hugging("offsets below zero", "safetensors", safetensors(one_tensor(data_offsets=[-64, 0])))
-hugging("a type that there is not", "safetensors", safetensors(one_tensor(dtype="OBJECT")))
-hugging("NaN as a size", "safetensors", safetensors(one_tensor(shape=[float("nan")])))
 hugging(
     "a header of lists in lists", "safetensors|instruction", safetensors(b'{"a":' + DEEP + b"}")
 )
@@ -1019,6 +841,16 @@ def with_files(**files: Any) -> Callable[[Path, Path], None]:
 
 def index_of(file: str) -> dict[str, Any]:
     return {"model.safetensors_index_json": {"weight_map": {"wte.weight": file}}}
+
+
+def sparse(name: str) -> Callable[[Path, Path], None]:
+    """Return a writer of a file of 100 MB, none of which is on the disk."""
+
+    def write(folder: Path, marker: Path) -> None:
+        (folder / name).touch()
+        os.truncate(folder / name, 100 * MEGABYTE)
+
+    return write
 
 
 def bin_that_runs(folder: Path, marker: Path) -> None:
@@ -1049,40 +881,12 @@ def in_hugging(
     in_folder(f"huggingface: {name}", HUGGING_FACE, says, write, runs)
 
 
-NEOX = {
-    "model_type": "gpt_neox",
-    "hidden_size": 4,
-    "num_attention_heads": 1,
-    "num_hidden_layers": (1 << 31) - 1,
-}
-NEOX |= {"intermediate_size": 4}
-
-
-def with_honest(**changes: Any) -> Callable[[Path, Path], None]:
-    return with_files(
-        config_json=GPT2 | changes, **{"model.safetensors": safetensors(one_tensor())}
-    )
-
-
-NO_NUMBERS = GPT2 | {"n_embd": {}, "n_layer": 10**30}
 in_hugging("pytorch_model.bin", UNTRUSTED, bin_that_runs, True)
 in_hugging("code for the model", "'evil' model", remote_code)
 in_hugging("a link out of the folder", "outside", link_out)
 in_hugging("a link to a device", "", device)
 in_hugging("an index that leads out", "outside", with_files(**index_of("../secret.safetensors")))
-in_hugging("an index with an absolute name", "outside", with_files(**index_of("/etc/passwd")))
-in_hugging(
-    "an index of lists in lists", "JSON", with_files(**{"model.safetensors_index_json": DEEP})
-)
-in_hugging("a config of lists in lists", "JSON", with_files(config_json=DEEP))
-in_hugging("a config of 100 MB", "bytes", with_files(config_json=b"[" + b"0," * (50 * MEGABYTE)))
-in_hugging("two thousand million layers", "n_layer", with_honest(n_layer=(1 << 31) - 1))
-in_hugging("NeoX with two thousand million layers", "num_hidden_layers", with_honest(**NEOX))
-in_hugging(
-    "sizes that are not numbers",
-    "",
-    with_files(config_json=NO_NUMBERS, **{"model.safetensors": safetensors(one_tensor())}),
-)
+in_hugging("a config of 100 MB", "bytes", sparse("config.json"))
 
 # Our own
 
@@ -1144,11 +948,8 @@ in_native(
 in_native(
     "a manifest of 100 MB",
     "bytes",
-    lambda p, m: (p / "manifest.json").write_bytes(bytes(100 * MEGABYTE)),
+    sparse("manifest.json"),
 )
-in_native("a state of lists in lists", "JSON", lambda p, m: native(p, EMPTY | {"state.json": DEEP}))
 in_native("NaN", "NaN", lambda p, m: native(p, EMPTY | {"state.json": b'{"a":NaN}'}))
-in_native("a box of 10**18 numbers", "outside", with_box(size=[10**18]))
-in_native("a box below zero", "index", with_box(offset=[-4]))
 in_native("a box in no file", "index", with_box(file="../secret"))
 in_native("a box beyond its file", "outside", with_box(begin=1 << 40, end=(1 << 40) + 16))

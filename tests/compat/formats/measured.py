@@ -69,7 +69,7 @@ def in_child(work: Callable[[], Iterable[Any]], seconds: int = SECONDS) -> Work:
         lines += drained(reads)
         if not ended and time.monotonic() - began > seconds:
             os.kill(child, 9)
-        time.sleep(0.01)
+        time.sleep(0.02)
     lines += drained(reads)
     os.close(reads)
     end = f"killed by signal {status}" if status & 127 else f"exit {status >> 8}" if status else ""

@@ -21,16 +21,12 @@ HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 BF16, FP16 = {"bf16": True}, {"fp16": True}
 CASES = {
     "float32": (0, 1, {}),
-    "float32, tp2": (0, 2, {"tp": 2}),
     "bf16 without ZeRO": (0, 2, BF16),
     "fp16 without ZeRO": (0, 2, FP16),
     "ZeRO-1": (1, 2, BF16),
-    "ZeRO-1, float32": (1, 2, {}),
     "ZeRO-1, tp2": (1, 4, BF16 | {"tp": 2}),
-    "ZeRO-1, bf16 optimizer": (1, 2, BF16 | {"float32 accumulation": True}),
     "ZeRO-2": (2, 3, FP16),
     "ZeRO-3": (3, 2, BF16),
-    "pipeline of one": (1, 2, BF16 | {"pp": 1}),
     "pipeline, tp2": (1, 4, BF16 | {"pp": 2, "tp": 2}),
     "pipeline, bf16 optimizer": (1, 4, BF16 | {"pp": 2, "float32 accumulation": True}),
 }
@@ -111,12 +107,8 @@ def pipeline_name(name):
 # By hand
 
 FORMS = {
-    "ten data ranks and more": {"dp": 12},
-    "before param_slice_mappings": {"dp": 3, "mapping": False},
-    "tp2": {"tp": 2, "dp": 3},
     "gated, tp2": {"tp": 2, "dp": 3, "gated": True},
     "ZeRO-3": {"dp": 3, "stage": 3},
-    "pipeline": {"pp": 1},
     "pipeline of three, tp2": {"pp": 3, "tp": 2, "dp": 3},
     "pipeline before param_slice_mappings": {"pp": 3, "mapping": False},
 }
@@ -173,10 +165,9 @@ def test_parts_that_some_models_have(options, tmp_path):
     assert source.config["embed_layernorm"] == ("embedding_norm" in options)
 
 
-@pytest.mark.parametrize("pp", [0, 2])
-def test_weights_only(pp, tmp_path):
+def test_weights_only(tmp_path):
     values = files.model()
-    source = deepspeed.open_deepspeed(files.write(tmp_path, values, tp=2, pp=pp, only_weights=True))
+    source = deepspeed.open_deepspeed(files.write(tmp_path, values, tp=2, pp=2, only_weights=True))
     assert_reads(
         source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()}
     )
@@ -240,8 +231,7 @@ def test_universal(tmp_path):
     assert not source.state
 
 
-@pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
+def test_universal_of_gates_over_tensor_ranks(tmp_path):
     """Halves joined separately are read; halves mixed by tensor rank are refused."""
     values = files.model(gated=True)
     folder = files.joined_by_hand(tmp_path, values)
@@ -251,14 +241,14 @@ def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(args=args))
     for path in folder.glob("zero/*dense_h_to_4h*/*.pt"):
         if path.stem != "step" and not (
-            path.stem == "exp_avg" and path.parent.name == f"3.mlp.dense_h_to_4h.{kind}"
+            path.stem == "exp_avg" and path.parent.name == "3.mlp.dense_h_to_4h.bias"
         ):
             saved = torch.load(path)
             saved = saved if isinstance(saved, dict) else {"param": saved}
             torch.save(saved | {"param_n_sub_params": 2}, path)
     with pytest.raises(UserError, match="parameter_with_2_sub_params_cat_dim_0") as refused:
         deepspeed.open_deepspeed(folder)
-    path = folder / f"zero/3.mlp.dense_h_to_4h.{kind}/exp_avg.pt"
+    path = folder / "zero/3.mlp.dense_h_to_4h.bias/exp_avg.pt"
     assert str(path) in str(refused.value)
     torch.save({"param": deepspeed.read_tensor(path, False).clone(), "param_n_sub_params": 2}, path)
     assert_reads(deepspeed.open_deepspeed(folder), expected_tensors(values, files.V))
@@ -293,33 +283,12 @@ DAMAGES = {
         "elements of the master",
     ),
     "a layer": (without("layer_04-model_01-model_states.pt"), "tensor rank|missing|layer"),
-    "a layer on all ranks": (
-        lambda folder: [(folder / f"layer_04-model_0{t}-model_states.pt").unlink() for t in (0, 1)],
-        "which the weights",
-    ),
     "a rank's file": (without("mp_rank_01_model_states.pt"), "pipeline rank 1"),
-    "a stage's file": (without("mp_rank_03_model_states.pt"), "not a multiple of 2"),
     "a parameter": (changed(FILE, lambda t: t.pop("mlp.dense_h_to_4h.weight")), "mlp.fc.weight"),
-    "rows": (
-        changed(FILE, lambda t: t.update({"mlp.dense_4h_to_h.bias": torch.ones(5)})),
-        "mlp.proj.bias",
-    ),
-    "what no GPT has": (
-        changed(FILE, lambda t: t.update({"mlp.gate.wg": torch.ones(5)})),
-        "mlp.gate",
-    ),
     "another order": (
         changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()),
         "not those of",
     ),
-    "a buffer cut short": (
-        changed(
-            SHARE,
-            lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3)),
-        ),
-        "not laid out",
-    ),
-    "no state": (changed(SHARE, lambda t: t.pop("optimizer_state_dict")), "no optimizer state"),
     "a copy that differs": (
         changed(FILE, lambda t: t["input_layernorm.bias"].add_(1)),
         "not of one checkpoint",

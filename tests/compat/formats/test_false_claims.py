@@ -7,7 +7,6 @@ tier takes all.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import copy
@@ -30,7 +29,6 @@ import torch
 import yaml
 from corpora import write_pair
 from measured import in_child, outcome_of
-from safetensors.torch import save_file
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -72,7 +70,7 @@ LIES: dict[str, Any] = {
 }
 SAMPLE = 41  # one case of so many is taken; without a common factor with the number of LIES
 MEMORY, SECONDS = 500 << 20, 10.0
-H, V, P, F = 4, 8, 6, 8  # width, ids, positions and width within the MLP
+H, V = 4, 8  # width and ids
 
 
 class Honest(NamedTuple):
@@ -89,124 +87,39 @@ class Honest(NamedTuple):
         return loading.open_step(StepLocation(self.kind, folder, 1, folder))
 
 
-def gpt2(folder: Path, rows: str = "in, out") -> dict[str, torch.Tensor]:
-    layer = {"ln_1": (H,), "attn.c_attn": (H, 3 * H), "attn.c_proj": (H, H), "ln_2": (H,)}
-    layer |= {"mlp.c_fc": (H, F), "mlp.c_proj": (F, H)}
-    out = {"transformer.wte.weight": torch.ones(V, H), "transformer.wpe.weight": torch.ones(P, H)}
-    for name, shape in (
-        {f"h.0.{name}": shape for name, shape in layer.items()} | {"ln_f": (H,)}
-    ).items():
-        out[f"transformer.{name}.weight"] = torch.ones(shape if rows == "in, out" else shape[::-1])
-        out[f"transformer.{name}.bias"] = torch.ones(shape[-1])
-    return out
+# The tests of the formats have the writers; they are imported where a case needs them.
 
 
-def write_hugging_face(config: dict[str, Any], folder: Path) -> Path:
-    if config["model_type"] == "gpt2":
-        tensors = gpt2(folder)
-    else:
-        shapes = {
-            "self_attn.q_proj": (H, H),
-            "self_attn.k_proj": (2, H),
-            "self_attn.v_proj": (2, H),
-        }
-        shapes |= {
-            "self_attn.o_proj": (H, H),
-            "mlp.gate_proj": (F, H),
-            "mlp.up_proj": (F, H),
-            "mlp.down_proj": (H, F),
-        }
-        shapes |= {"input_layernorm": (H,), "post_attention_layernorm": (H,)}  # type: ignore[dict-item]
-        tensors = {
-            f"model.layers.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()
-        }
-        tensors |= {
-            "model.embed_tokens.weight": torch.ones(V, H),
-            "model.norm.weight": torch.ones(H),
-        }
-        tensors["lm_head.weight"] = torch.ones(V, H)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+def write_hugging_face(name: str, folder: Path) -> Path:
+    from test_huggingface import theirs
+
+    theirs(name).save_pretrained(folder)
     return folder
 
 
 def write_litgpt(folder: Path) -> Path:
-    shapes = {
-        "norm_1": (H,),
-        "norm_2": (H,),
-        "attn.qkv": (H + 4, H),
-        "attn.proj": (H, H),
-        "mlp.fc_1": (F, H),
-    }
-    shapes |= {"mlp.fc_2": (F, H), "mlp.proj": (H, F)}
-    tensors = {
-        f"transformer.h.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()
-    }
-    tensors |= {"transformer.wte.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
-    torch.save(tensors | {"transformer.ln_f.weight": torch.ones(H)}, folder / "lit_model.pth")
-    (folder / "model_config.yaml").write_text(yaml.dump(LIT))
-    return folder
+    from test_litgpt import KINDS, litgpts, network, save
+
+    return save(folder, litgpts(network("windows in turn")), KINDS["windows in turn"][2])
 
 
 def write_nanogpt(folder: Path) -> Path:
-    model = gpt2(folder, "out, in")
-    args = {
-        "n_layer": 1,
-        "n_head": 2,
-        "n_embd": H,
-        "block_size": P,
-        "bias": True,
-        "vocab_size": V,
-        "dropout": 0.0,
-    }
-    decayed = [name for name, t in model.items() if t.ndim > 1]
-    order = [model[name] for name in (*decayed, *(name for name in model if name not in decayed))]
-    state = {
-        n: {"step": torch.tensor(3.0), "exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(order)
-    }
-    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    groups = [
-        group | {"params": list(range(len(decayed)))},
-        group | {"params": list(range(len(decayed), len(order)))},
-    ]
-    config = {
-        "batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-        "min_lr": 1e-4,
-    }
-    config |= {
-        "warmup_iters": 2,
-        "lr_decay_iters": 7,
-        "max_iters": 8,
-        "decay_lr": True,
-        "grad_clip": 1.0,
-    }
-    tree = {
-        "model": model,
-        "model_args": args,
-        "config": config,
-        "iter_num": 3,
-        "best_val_loss": 1.0,
-    }
-    torch.save(tree | {"optimizer": {"state": state, "param_groups": groups}}, folder / "ckpt.pt")
-    return folder
+    from test_nanogpt import SAVED, Trainer, save_checkpoint
+
+    return save_checkpoint(folder, Trainer().train(SAVED).tree())
 
 
 def write_oneflow(folder: Path) -> Path:
-    for theirs, tensor in gpt2(folder).items():
-        name = (
-            re.sub(r"^transformer\.(?:h\.0\.)?", "", theirs)
-            .replace(".weight", "-weight")
-            .replace(".bias", "-bias")
-        )
-        name = re.sub(r"^(attn|mlp)\.", r"\1-", name).replace("ln_", "layernorm_")
-        name = name.removesuffix("-weight") if name.startswith("w") else name
-        path = folder / f"model-{'h0-' if '.h.0.' in theirs else ''}{name}"
-        path.mkdir()
-        (path / "out").write_bytes(tensor.numpy().tobytes())
-        save_meta({"dims": list(tensor.shape)}, path / "meta")
+    from test_oneflow_checkpoints import make_weights, write_oneflow_gpt
+
+    write_oneflow_gpt(folder, make_weights())
     return folder
+
+
+def write_torch_dist(folder: Path) -> Path:
+    from test_torch_dist import small, write
+
+    return write(folder, small())
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -216,37 +129,6 @@ def read_meta(path: Path) -> dict[str, Any]:
 def save_meta(tree: dict[str, Any], path: Path) -> None:
     dims = "".join(f"  dim: {n}\n" for n in tree["dims"])
     path.write_text(f"shape {{\n{dims}}}\ndata_type: kFloat\n")
-
-
-def write_torch_dist(folder: Path) -> Path:
-    import torch.distributed.checkpoint as dcp
-
-    layer = {
-        "self_attention.linear_qkv": (3 * H, H),
-        "self_attention.linear_proj": (H, H),
-        "mlp.linear_fc1": (F, H),
-    }
-    layer |= {"mlp.linear_fc2": (H, F), "input_layernorm": (H,), "pre_mlp_layernorm": (H,)}  # type: ignore[dict-item]
-    tree = {f"decoder.layers.{name}.weight": torch.ones(2, *shape) for name, shape in layer.items()}
-    tree |= {
-        f"embedding.{name}_embeddings.weight": torch.ones(V, H) for name in ("word", "position")
-    }
-    tree["decoder.final_layernorm.weight"] = torch.ones(H)
-    dcp.save(tree, checkpoint_id=folder, no_dist=True)
-    args = argparse.Namespace(
-        num_attention_heads=2, global_batch_size=4, consumed_train_samples=40, weight_decay=0.1
-    )
-    scheduler = {
-        "max_lr": 1e-3,
-        "min_lr": 1e-5,
-        "lr_warmup_steps": 16,
-        "num_steps": 80,
-        "lr_decay_style": "cosine",
-    }
-    scheduler |= {"lr_decay_steps": 800, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 800}
-    common = {"args": args, "iteration": 10, "optimizer": {"param_groups": [{"step": 10}]}}
-    torch.save(common | {"opt_param_scheduler": scheduler}, folder / "common.pt")
-    return folder
 
 
 def write_deepspeed(folder: Path, **how: Any) -> Path:
@@ -348,58 +230,6 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     "tokenizer": encode,
     "ranks": lambda path: encode(path.with_name("tiny.tiktoken")),
 }
-GPT2 = {
-    "model_type": "gpt2",
-    "n_layer": 1,
-    "n_embd": H,
-    "n_head": 2,
-    "n_positions": P,
-    "vocab_size": V,
-    "n_inner": F,
-}
-GPT2 |= {"layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-LLAMA = {
-    "model_type": "qwen2",
-    "hidden_size": H,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": V,
-}
-LLAMA |= {
-    "num_key_value_heads": 2,
-    "head_dim": 1,
-    "intermediate_size": F,
-    "max_position_embeddings": P,
-}
-LLAMA |= {
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 3,
-    "max_window_layers": 1,
-    "use_sliding_window": True,
-}  # type: ignore[dict-item]
-LLAMA |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e4}  # type: ignore[dict-item]
-LIT = {
-    "n_layer": 1,
-    "n_embd": H,
-    "n_head": 4,
-    "n_query_groups": 2,
-    "head_size": 1,
-    "intermediate_size": F,
-}
-LIT |= {
-    "block_size": P,
-    "padded_vocab_size": V,
-    "rotary_percentage": 1.0,
-    "norm_eps": 1e-5,
-    "rope_base": 10_000,
-}
-LIT |= {
-    "bias": False,
-    "norm_class_name": "RMSNorm",
-    "mlp_class_name": "LLaMAMLP",
-    "parallel_residual": False,
-}
-LIT |= {"sliding_window_size": 3, "sliding_window_indices": [1], "rope_condense_ratio": 1}  # type: ignore[dict-item]
 
 
 def read_json(path: Path) -> Any:
@@ -461,10 +291,10 @@ HONEST = {
     "nanoGPT": Honest(NANOGPT, write_nanogpt, "ckpt.pt"),
     "litgpt": Honest(LITGPT, write_litgpt, "model_config.yaml", read_yaml, save_yaml),
     "GPT-2": Honest(
-        HUGGING_FACE, partial(write_hugging_face, GPT2), "config.json", read_json, save_json
+        HUGGING_FACE, partial(write_hugging_face, "gpt2"), "config.json", read_json, save_json
     ),
     "Qwen": Honest(
-        HUGGING_FACE, partial(write_hugging_face, LLAMA), "config.json", read_json, save_json
+        HUGGING_FACE, partial(write_hugging_face, "qwen3-yarn"), "config.json", read_json, save_json
     ),
     "OneFlow": Honest(
         ONEFLOW, write_oneflow, "model-h0-attn-c_attn-weight/meta", read_meta, save_meta
@@ -483,7 +313,7 @@ HONEST = {
     ),
     "safetensors": Honest(
         HUGGING_FACE,
-        partial(write_hugging_face, GPT2),
+        partial(write_hugging_face, "gpt2"),
         "model.safetensors",
         binary_files.read_safetensors,
         binary_files.save_safetensors,
@@ -504,6 +334,17 @@ HONEST = {
     "tiktoken": Honest("tokenizer", write_ranks, "tiny.tiktoken", read_ranks, save_ranks),
     "tiktoken's settings": Honest("ranks", write_ranks, "encoding.json", read_json, save_json),
 }
+# One of each kind of reader; the long tier takes all of all.
+SAMPLED = (
+    "Megatron",
+    "DeepSpeed's optimizer",
+    "torch_dist's metadata",
+    "GPT-2",
+    "our index",
+    "zip",
+    "safetensors",
+)
+SAMPLED += "tokens", "tokenizer.json", "SentencePiece", "tiktoken"
 Path_ = tuple[Any, ...]
 
 
@@ -572,9 +413,12 @@ def is_counter(state: dict[str, Any], name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "sample", [SAMPLE, pytest.param(1, marks=pytest.mark.long)], ids=["sample", "all"]
+    ("name", "sample"),
+    [
+        *(pytest.param(name, SAMPLE, id=name) for name in SAMPLED),
+        *(pytest.param(name, 1, id=f"all of {name}", marks=pytest.mark.long) for name in HONEST),
+    ],
 )
-@pytest.mark.parametrize("name", HONEST)
 @pytest.mark.fault("F28")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")

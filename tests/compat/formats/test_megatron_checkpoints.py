@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron_files import Form, forward, ours, plain, rounded, write
 
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.sources import MappedSource, Source, TensorView
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.cli import convert
@@ -46,34 +44,17 @@ def write_trained(folder: Path, f: Form) -> Path:
     return write(folder / "iter_0000007", f, *with_moments(f)[0])
 
 
-VERSIONS, LAYOUTS = (0, 1.0, 3.0), [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
 WEIGHTS = {
     "no version": Form(version=None, words="2019"),
-    "version 0": Form(version=0),
-    "version 1": Form(version=1.0),
-    "version 2": Form(version=2.0),
-    "version 3": Form(),
-    "float32": Form(dtype=torch.float32),
+    "version 1, TP 4, PP 2": Form(version=1.0, tp=4, pp=2),
     "bfloat16": Form(dtype=torch.bfloat16),
-    "virtual stages": Form(layers=4, pp=2, chunks=2),
     "virtual stages, TP 2, PP 4": Form(layers=8, tp=2, pp=4, chunks=2),
     "one dictionary": Form(flat=True, tp=2, pp=2),
     "late 2023": Form(words="late 2023"),
     "core": Form(words="core", tp=2),
-    "gated, no biases, RMSNorm, untied": Form(
-        gated=True, bias=False, rms=True, untied=True, tp=2, pp=2
-    ),
     "gated with biases": Form(gated=True, tp=4),
     "query groups": Form(heads=8, groups=4, tp=2),
-    "BigCode": Form(groups=1, multi_query=True, tp=2),
-    "BigScience": Form(bigscience=True, embed_norm=True, gated=True, tp=2),
 }
-# Every layout once, with versions in turn, so that every version is cut over 2 and 4 ranks.
-for i, (t, p) in enumerate(LAYOUTS[1:]):
-    version = VERSIONS[i % 3]
-    WEIGHTS[f"version {version}, TP {t}, PP {p}"] = Form(
-        layers=max(p, 2), version=version, tp=t, pp=p
-    )
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -90,22 +71,13 @@ def test_weights_of_every_form(name: str, tmp_path: Path) -> None:
 STATES = {
     "2019": Form(state="2019", words="2019", version=None, tp=2),
     "float32": Form(state="fp32", dtype=torch.float32, tp=2, pp=2),
-    "masters": Form(state="masters"),
-    "masters, version 0, TP 2": Form(state="masters", version=0, tp=2),
     "masters, version 1, TP 4": Form(state="masters", version=1.0, tp=4),
-    "masters, TP 2, PP 2": Form(state="masters", tp=2, pp=2),
     "masters, virtual stages": Form(state="masters", layers=4, pp=2, chunks=2),
-    "masters, gated": Form(state="masters", gated=True, bias=False, rms=True, untied=True, tp=2),
     "masters, BigCode": Form(state="masters", groups=1, multi_query=True, tp=2),
-    "sharded": Form(state="sharded"),
     "sharded, bfloat16, 7 ranks": Form(
         state="sharded", dtype=torch.bfloat16, dp=7, gated=True, tp=2
     ),
-    "sharded, TP 2, PP 2": Form(state="sharded", tp=2, pp=2),
-    "sharded, virtual stages": Form(state="sharded", layers=4, pp=2, chunks=2, dp=2),
-    "flat": Form(state="flat"),
     "flat, TP 2, PP 2": Form(state="flat", tp=2, pp=2, dp=5),
-    "flat, virtual stages": Form(state="flat", layers=4, pp=2, chunks=2),
     "buckets": Form(state="buckets", tp=2, gated=True, dp=7),
 }
 
@@ -169,13 +141,10 @@ def build_model(source: Source, f: Form) -> GPT:
 
 
 NETWORKS = {
-    "version 0": Form(version=0, tp=2),
     "version 1": Form(version=1.0, pp=2),
     "llama": Form(gated=True, bias=False, rms=True, untied=True, tp=2),
     "query groups": Form(heads=8, groups=2, tp=2, dtype=torch.float32),
-    "BigCode": Form(groups=1, multi_query=True),
     "BigScience": Form(bigscience=True, embed_norm=True, gated=True, tp=2),
-    "core": Form(words="core", tp=2),
     "as the 345M release": Form(version=None, words="2019", args=False),
 }
 
@@ -257,27 +226,6 @@ def test_settings_from_arguments(tmp_path: Path) -> None:
     )
 
 
-def test_a_release_has_no_state(tmp_path: Path) -> None:
-    f = Form(state="masters")
-    three, expected = with_moments(f)
-    write(tmp_path / "release", f, *three)
-    source = megatron.open_megatron(tmp_path / "release")
-    assert not source.state and not source.has_optimizer
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three), optimizer=False)
-    assert source.state["iteration"] == 7 and not source.has_optimizer
-
-
-def test_reading_one_box(tmp_path: Path) -> None:
-    """A box may cross the borders of the old ranks, in a permuted matrix."""
-    f = Form(version=1.0, tp=4)
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, plain(f)))
-    box = Box((13, 5), (50, 20))
-    got = torch.empty(box.size, dtype=torch.float16)
-    name = "h.1.attn.qkv.weight"
-    source.fill({name: (source.tensors[name].shape, [box], got)})
-    assert torch.equal(got, ours(f, plain(f))[name].half()[13:63, 5:25])
-
-
 # Damage
 
 
@@ -313,10 +261,6 @@ def swap_layers(tree: Any) -> None:
 
 WEIGHT, NORM = "layers.1.mlp.dense_h_to_4h.weight", "layers.1.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no files": (
-        lambda folder: [shutil.rmtree(x) for x in folder.iterdir()] and None,
-        "no mp_rank",
-    ),
     "a rank is missing": (
         lambda folder: shutil.rmtree(folder / "mp_rank_00"),
         r"no file: \(0, 0\)",
@@ -329,23 +273,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: (f / "mp_rank_01/model_optim_rng.pt").write_bytes(b"PK\3\4") and None,
         "mp_rank_01",
     ),
-    "a list": (lambda f: torch.save([1], f / "mp_rank_01/model_optim_rng.pt"), "holds a list"),
-    "no model": (change(lambda t: t.pop("model")), "no model"),
     "another version": (
         change(lambda t: t.update(checkpoint_version=2.0), "01"),
         "checkpoint_version 3.0, .* has 2.0",
     ),
     "another iteration": (change(lambda t: t.update(iteration=8), "01"), "iteration 7, .* has 8"),
-    "a version in words": (
-        change(lambda t: t.update(checkpoint_version="x")),
-        "checkpoint_version",
-    ),
-    "a layer less": (
-        change(
-            lambda t: [encoder(t).pop(k) for k in list(encoder(t)) if k.startswith("layers.0.")]
-        ),
-        "layers are missing",
-    ),
     "more layers said": (
         change(lambda t: setattr(t["args"], "num_layers", 5)),
         "2 layers in its files and 5",
@@ -354,10 +286,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown part": (
         change(lambda t: encoder(t).update({"layers.0.moe.gate.weight": torch.ones(2)})),
         "moe.gate",
-    ),
-    "a decoder": (
-        change(lambda t: t["model"]["language_model"].update(decoder={"x": torch.ones(2)})),
-        "decoder.x",
     ),
     "another shape": (
         change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32)})),
@@ -371,10 +299,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         change(lambda t: encoder(t)[NORM].mul_(1.5), "01"),
         r"must hold the same h.1.ln_1.weight",
     ),
-    "NaN in a copy": (
-        change(lambda t: encoder(t)[NORM].fill_(float("nan")), "01"),
-        "must hold the same",
-    ),
     "layers of the optimizer exchanged": (
         change(swap_layers),
         "not those of the model; add --no-load-optim",
@@ -383,27 +307,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         change(lambda t: adam(t)["state"][3].pop("exp_avg")),
         r"has nothing; add --no-load",
     ),
-    "a parameter less": (
-        change(lambda t: adam(t)["param_groups"][1]["params"].pop()),
-        "is of 27 param",
-    ),
-    "a master too many": (
-        change(lambda t: t["optimizer"]["fp32_from_fp16_params"][1].append(torch.ones(1))),
-        "master",
-    ),
     "keys that are lists": (
         change(lambda t: adam(t)["param_groups"][0].update(params=[[]])),
         "not laid",
-    ),
-    "a name that is a number": (
-        change(lambda t: t["model"].update({3: {4: torch.ones(2)}})),
-        "3.4 is not a known",
     ),
     "weights in one row": (
         change(lambda t: encoder(t).update({WEIGHT: torch.ones(1024).half()})),
         "no|follows",
     ),
-    "an optimizer of another kind": (change(lambda t: adam(t).update(param_groups=3)), "laid out"),
 }
 
 
@@ -438,7 +349,6 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
             ],
             "ends before",
         ),
-        ("flat", lambda t: t.update(per_bucket_numel=[]), "not laid out as in 2023"),
         ("buckets", lambda t: t[0][torch.float32]["exp_avg"].pop(), "differ in size"),
     ],
 )
@@ -576,7 +486,7 @@ def written(
     return folder
 
 
-@pytest.mark.parametrize(("t", "p"), [(1, 1), (1, 4), (4, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("t", "p"), [(1, 4), (4, 1), (2, 2)])
 def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
     f = Form(layers=4)
     source, tensors = (
@@ -629,69 +539,49 @@ def test_other_networks_from_native_and_back(
         assert back.config[name] == more[name], name
 
 
+def leaves(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield where each value of dictionaries and lists lies, and the value."""
+    if not isinstance(tree, dict | list):
+        yield place, tree
+        return
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from leaves(value, (*place, key))
+
+
 def test_the_tree_is_megatrons(tmp_path: Path) -> None:
-    """The second of two stages has the names and shapes that Megatron's strict loader requires."""
-    f = Form(layers=4)
-    source, tensors = source_of(f, CONFIG)
-    folder = written(source, tmp_path / "iter_0000007", 2, 2)
-    ranks = [f"mp_rank_{t:02d}_{p:03d}" for t in (0, 1) for p in (0, 1)]
-    assert sorted(path.name for path in folder.iterdir()) == ranks
-    first, last = (load(folder / f"mp_rank_01_{p:03d}" / "model_optim_rng.pt") for p in (0, 1))
-    embedding = first["model"]["language_model"]["embedding"]
-    assert {k: {n: tuple(x.shape) for n, x in v.items()} for k, v in embedding.items()} == {
-        "word_embeddings": {"weight": (32, 32)},
-        "position_embeddings": {"weight": (16, 32)},
-    }
-    assert not embedding["word_embeddings"]["weight"][-3:].any()  # rows 61 to 63 only fill up
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (32,),
-        "self_attention.query_key_value": (48, 32),
-        "self_attention.dense": (32, 16),
-        "post_attention_layernorm": (32,),
-        "mlp.dense_h_to_4h": (32, 32),
-        "mlp.dense_4h_to_h": (32, 32),
-    }
-    want = {}
-    for i, (name, shape) in product((0, 1), shapes.items()):
-        want |= {f"layers.{i}.{name}.weight": shape, f"layers.{i}.{name}.bias": shape[:1]}
-    want |= {"final_layernorm.weight": (32,), "final_layernorm.bias": (32,)}
-    assert list(last["model"]) == ["language_model", "word_embeddings_for_head"]
-    assert [
-        (k, tuple(x.shape)) for k, x in last["model"]["language_model"]["encoder"].items()
-    ] == list(want.items())
-    assert torch.equal(
-        last["model"]["word_embeddings_for_head"]["weight"][:29], tensors["wte.weight"][32:].half()
-    )
-    assert (
-        last["checkpoint_version"] == 3.0
-        and last["iteration"] == 7
-        and type(last["args"]).__name__ == "Namespace"
-    )
-    args = last["args"]
-    assert (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.padded_vocab_size,
-    ) == (2, 2, 64)
-    assert (args.consumed_train_samples, args.params_dtype, args.kv_channels) == (
-        56,
-        torch.float16,
-        8,
-    )
-    decayed, plain_ones = last["optimizer"]["fp32_from_fp16_params"]
-    assert [tuple(x.shape) for x in decayed] == [s for s in want.values() if len(s) == 2] + [
-        (32, 32)
-    ]
-    assert [tuple(x.shape) for x in plain_ones] == [s for s in want.values() if len(s) == 1]
-    inner = last["optimizer"]["optimizer"]
-    assert [g["params"] for g in inner["param_groups"]] == [list(range(9)), list(range(9, 27))]
-    settings = [(g["wd_mult"], g["step"], g["betas"]) for g in inner["param_groups"]]
-    assert settings == [(w, 6, (0.9, 0.95)) for w in (1.0, 0.0)]
-    assert all(
-        inner["state"][i]["exp_avg_sq"].shape == x.shape for i, x in enumerate(decayed + plain_ones)
-    )
-    assert last["opt_param_scheduler"]["num_steps"] == 48
-    assert last["optimizer"]["grad_scaler"]["scale"].tolist() == [4096.0]
+    """Each rank has the names, order, shapes and numbers that Megatron's strict loader requires."""
+    f = Form(layers=4, tp=2, pp=2, vocab=64, state="masters")
+    source, _ = source_of(f, CONFIG)
+    ours = written(source, tmp_path / "ours/iter_0000007", 2, 2)
+    theirs = write_trained(tmp_path / "theirs", f)
+    files = sorted(path.relative_to(theirs) for path in theirs.rglob("*.pt"))
+    assert sorted(path.relative_to(ours) for path in ours.rglob("*.pt")) == files
+    for file in files:
+        got, wanted = load(ours / file), load(theirs / file)
+        assert [place for place, _ in leaves(got["model"])] == [
+            place for place, _ in leaves(wanted["model"])
+        ]
+        for part in (
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "iteration",
+            "checkpoint_version",
+        ):
+            found = dict(leaves(got[part], (part,)))
+            for place, value in leaves(wanted[part], (part,)):
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(found[place], value), place
+                elif place[-1] not in ("lr", "betas", "weight_decay"):
+                    assert found[place] == value, place
+        assert type(got["args"]).__name__ == "Namespace"
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
+        assert [getattr(got["args"], name) for name in sizes] == [2, 2, 64]
+        assert [group["wd_mult"] for group in inner_groups(got)] == [1.0, 0.0]
+
+
+def inner_groups(tree: Any) -> list[dict[str, Any]]:
+    return tree["optimizer"]["optimizer"]["param_groups"]  # type: ignore[no-any-return]
 
 
 def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,16 +596,6 @@ def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
     produce(lambda data: None)
     assert set(asked) == {1} and len(asked) == 4 * (2 + 2 * 12 + 2)  # weights, masters, two moments
-
-
-def test_weights_only_keep_their_dtype(tmp_path: Path) -> None:
-    f = Form(version=0, args=False)
-    source = megatron.open_megatron(
-        write(tmp_path / "release", f, plain(f)), heads=4
-    ).of_vocabulary(61)
-    back = megatron.open_megatron(written(source, tmp_path / "again/release", 1, 1))
-    assert_reads(back, {name: t.half() for name, t in ours(f, plain(f)).items()})
-    assert back.state == {} and back.vocab == 61
 
 
 def test_models_that_megatron_cannot_hold() -> None:
@@ -733,16 +613,6 @@ def test_models_that_megatron_cannot_hold() -> None:
         source.views[name] = source.views["ln_f.weight"]
         with pytest.raises(UserError, match=words):
             megatron_writer.megatron_files(dataclasses.replace(source), 1, 1, 64, True)
-
-
-def test_doubles_stay_doubles(tmp_path: Path) -> None:
-    source, tensors = source_of(Form(layers=4), CONFIG | {"fp16": False})
-    for name, views in source.views.items():
-        source.views[name] = [TensorView(v.offset, v.tensor.double() / 3) for v in views]
-    back = megatron.open_megatron(
-        written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1)
-    )
-    assert_reads(back, {name: tensor.double() / 3 for name, tensor in tensors.items()})
 
 
 def test_an_optimizer_without_a_schedule_is_written(
@@ -785,18 +655,13 @@ def test_no_master_is_rounded(tmp_path: Path) -> None:
 
 FALSE_WORDS: dict[str, Callable[[Any], Any]] = {
     "no dictionary": lambda own: [own],
-    "no config": lambda own: own | {"config": None},
-    "a vocabulary in words": lambda own: own | {"vocab": "61"},
-    "no state": lambda own: own | {"state": None},
     "a tensor": lambda own: own | {"state": STATE | {"x": torch.ones(1)}},
     "NaN": lambda own: own | {"config": {"lr": float("nan")}},
     "less than nothing": lambda own: own | {"state": STATE | {"consumed_train_samples": -1}},
     "half a step": lambda own: own | {"state": STATE | {"iteration": 7.5}},
-    "another schedule": lambda own: own | {"state": STATE | {"schedule": {"x": 1}}},
     "a rate in words": lambda own: (
         own | {"state": STATE | {"schedule": STATE["schedule"] | {"max_lr": "1"}}}
     ),  # type: ignore[operator]
-    "half a scale": lambda own: own | {"state": STATE | {"loss_scale": {"dynamic": True}}},
 }
 
 

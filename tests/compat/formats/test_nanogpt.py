@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from helpers import error_of, open_step, read_rows
 from meshwright.__main__ import main
-from meshwright.checkpoint import loading, steps
-from meshwright.compat.formats.table import DEEPSPEED
+from meshwright.checkpoint import loading
 from meshwright.data.files.writer import Writer
 
 pytestmark = pytest.mark.whole
@@ -211,8 +210,7 @@ def save_checkpoint(folder, tree):
     return folder
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["biased", "unbiased"])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize(("prefix", "bias"), [("", True), ("_orig_mod.", False)])
 def test_every_number_is_read(prefix, bias, tmp_path):
     trainer = Trainer(bias=bias).train(SAVED)
     folder = save_checkpoint(tmp_path / "out", trainer.tree(prefix))
@@ -240,8 +238,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("is_named", [True, False], ids=["by flags", "the checkpoint's"])
+@pytest.mark.parametrize(
+    ("case", "is_named"),
+    [("newer", True), ("newer", False), ("older", False), ("unbiased", True), ("constant", False)],
+)
 def test_a_run_continues_as_torch_would(case, is_named, tmp_path, text, capsys):
     """Losses, rates, weights and moments, by flags that name its schedule and with its own."""
     is_newer, config, flags = CASES[case]
@@ -282,10 +282,8 @@ def test_a_run_continues_as_torch_would(case, is_named, tmp_path, text, capsys):
         assert difference.norm() <= 1e-5 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-def test_every_command_reads_it(is_file, trained, tmp_path, text, capsys):
-    folder = save_checkpoint(tmp_path / "out", trained)
-    path = str(folder / "ckpt.pt" if is_file else folder)
+def test_every_command_reads_it(trained, tmp_path, text, capsys):
+    path = str(save_checkpoint(tmp_path / "out", trained) / "ckpt.pt")
     (tmp_path / "scored.txt").write_text("1 2 3 4 5 6 7 8 9")
     for command in (
         ["train", *FLAGS, *text, *RECIPE, "--load", path, "--finetune"],
@@ -347,15 +345,6 @@ def test_a_run_in_its_folder(trained, tmp_path, text, capsys):
     )
 
 
-def test_beside_another_programs_steps_it_means_nothing(trained, tmp_path):
-    folder = save_checkpoint(tmp_path / "run", trained)
-    (folder / "global_step4").mkdir()
-    (folder / "global_step4" / "mp_rank_00_model_states.pt").touch()
-    (folder / "latest").write_text("global_step4")
-    assert steps.find_step(folder)[0] == (DEEPSPEED, folder / "global_step4", 4, folder)
-    assert steps.find_step(folder / "ckpt.pt")[0].kind == "nanoGPT"
-
-
 def test_weights_alone_and_causal_masks(trained, tmp_path):
     """Files without an optimizer, without settings, and of torch 1."""
     masks = {
@@ -388,9 +377,7 @@ def test_padding_of_the_table_may_be_cut(trained, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "state", [[3], {"muon": {}}, {"param_groups": []}, {"param_groups": [{"lr": 1e-2}]}]
-)
+@pytest.mark.parametrize("state", [[3], {"param_groups": [{"lr": 1e-2}]}])
 def test_a_fork_s_other_optimizer_leaves_the_weights(state, trained, tmp_path, text, capsys):
     folder = save_checkpoint(tmp_path / "out", trained | {"optimizer": state})
     assert "; add --no-load-optim (of convert: --no-optimizer) to load" in error_of(
@@ -420,8 +407,6 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
     groups, state = adam["param_groups"], adam["state"]
     all_in_one = [{**groups[0], "params": groups[0]["params"] + groups[1]["params"]}]
     uneven = state | {1: state[1] | {"step": torch.tensor(2.0)}}
-    integers = state | {1: state[1] | {"exp_avg": state[1]["exp_avg"].int()}}
-    without = {name: tensor for name, tensor in model.items() if name != up}
     for part, value, words in (
         ("model_args", args | {"bias": False}, "bias has no place"),
         (
@@ -430,25 +415,11 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
             "model_args name n_kv_head, which nanoGPT does not have",
         ),
         ("model_args", args | {"n_head": 5}, "n_head 5, which does not divide the width 24"),
-        ("model_args", args | {"n_head": "3"}, "n_head '3', which does not divide"),
-        (
-            "model_args",
-            args | {"n_layer": 3, "dropout": math.nan},
-            "n_layer 3, the tensors have 2\n  dropout nan",
-        ),
-        ("model_args", [], "not nanoGPT's, it has no `model` and `model_args`"),
-        ("model", model | {"router": torch.ones(3)}, "router has no place in a GPT"),
-        ("model", without, "h.0.mlp.fc.weight: missing"),
         ("model", model | {up: torch.ones(3)}, "h.0.mlp.fc.weight: [3]"),
-        ("model", model | {up: model[up].int()}, "h.0.mlp.fc.weight is of type torch.int32"),
         ("model", model | {up: "3"}, "not laid out as nanoGPT's checkpoints"),
         ("model", model | {"lm_head.weight": head}, "lm_head.weight is not the table of tokens"),
         ("iter_num", "3", "iter_num '3' and 4 samples a step are no counts"),
-        ("iter_num", -1, "consumed_train_samples"),
-        ("config", CONFIG | {"learning_rate": math.nan}, "not what a run saves"),
         ("config", CONFIG | {"batch_size": 0}, "0 samples a step are no counts"),
-        ("optimizer", [3], "cannot be read, it is not laid out as torch's"),
-        ("optimizer", {"param_groups": [], "state": {}}, "its groups are of []"),
         (
             "optimizer",
             adam | {"param_groups": all_in_one},
@@ -456,7 +427,6 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
         ),
         ("optimizer", adam | {"state": {}}, "parameters have no state"),
         ("optimizer", adam | {"state": uneven}, "its parameters have had [2, 3] steps"),
-        ("optimizer", adam | {"state": integers}, "wpe.weight is of type torch.int32"),
         ("best_val_loss", Payload(tmp_path / "marker"), "was not run"),
     ):
         folder = save_checkpoint(tmp_path / "out", trained | {part: value})

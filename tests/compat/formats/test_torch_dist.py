@@ -54,21 +54,17 @@ LLAMA = {
     "tied": False,
 }
 CASES = {
-    "fp32": (1, 1, 1, {}),
     "Llama": (1, 1, 1, LLAMA),
     "tp2": (2, 1, 1, {"optimizer": "whole"}),
     "pp2": (1, 2, 1, {"optimizer": "whole", "bf16": True}),
     "dp2 by parameter": (1, 1, 2, {"optimizer": "fully_reshardable", "bf16": True}),
     "tp2 Llama by parameter": (2, 1, 1, LLAMA | {"optimizer": "fully_reshardable", "bf16": True}),
-    "dp2 as in memory": (1, 1, 2, {"optimizer": "dp_reshardable", "bf16": True}),
     "tp2 pp2 as in memory": (
         2,
         2,
         1,
         {"optimizer": "dp_reshardable", "bf16": True, "bucket": 9000},
     ),
-    "tp2 Llama as in memory": (2, 1, 1, LLAMA | {"optimizer": "dp_reshardable", "bf16": True}),
-    "dp2 in stretches": (1, 1, 2, {"optimizer": STRETCHES, "bf16": True}),
     "tp2 dp2 Llama in stretches": (2, 1, 2, LLAMA | {"optimizer": STRETCHES, "bf16": True}),
 }
 
@@ -238,7 +234,7 @@ def cut(t, shares):
         )
 
 
-@pytest.mark.parametrize("prefix", ["", "model.", "module."])
+@pytest.mark.parametrize("prefix", ["", "module."])
 def test_names_of_equal_and_different_layers(prefix, tmp_path):
     weights = small()
     alike = {prefix + n: t for n, t in weights.items()} | {
@@ -399,14 +395,9 @@ REFUSED = {
         lambda t: t.pop("decoder.layers.mlp.linear_fc1.layer_norm_weight"),
         "missing",
     ),
-    "no table": (lambda t: t.pop("embedding.word_embeddings.weight"), "missing"),
     "experts": (
         lambda t: t.update({"decoder.layers.mlp.router.weight": noise(L, 4, H)}),
         "mlp.router",
-    ),
-    "another shape": (
-        lambda t: t.update({"decoder.layers.mlp.linear_fc2.bias": noise(L, H + 1)}),
-        "mlp.proj.bias",
     ),
     "shares that do not fit": (spoil_share, "not laid out"),
 }
@@ -452,27 +443,3 @@ def test_options_that_we_do_not_build_are_named(tmp_path):
         torch_dist.open_torch_dist(tmp_path / "iter_0000010", heads=4).config["num_attention_heads"]
         == 4
     )
-
-
-def test_a_file_that_ends_early_is_refused(tmp_path):
-    folder = write(tmp_path, small())
-    for path in (next(folder.glob("*.distcp")), folder / ".metadata"):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-40])
-        with pytest.raises(UserError):
-            torch_dist.open_torch_dist(folder)
-        path.write_bytes(whole)
-    torch_dist.open_torch_dist(folder)
-
-
-def test_nothing_outside_of_the_folder_is_read(tmp_path):
-    folder = write(tmp_path, small())
-    file = next(folder.glob("*.distcp"))
-    metadata = folder / ".metadata"
-    shutil.copy(file, tmp_path / file.name)
-    name, other = file.name.encode(), b"../" + file.name.encode()[3:]
-    shutil.copy(file, tmp_path / other.decode()[3:])
-    assert name in metadata.read_bytes()
-    metadata.write_bytes(metadata.read_bytes().replace(name, other))
-    with pytest.raises(UserError, match="outside"):
-        torch_dist.open_torch_dist(folder)

@@ -364,54 +364,6 @@ def containers(document: dict[str, Any]) -> list[dict[str, Any]]:
     return pods
 
 
-def test_jobset(capsys: pytest.CaptureFixture[str]) -> None:
-    document = yaml.safe_load(write(capsys, "jobset", *TRAIN))
-    assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    name = document["metadata"]["name"]
-    assert name == "meshwright-run"
-    (job,) = document["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (2, 2, "Indexed")
-    # The first pod's name in the set's own network: SET-JOB-INDEX-POD.SET.
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    args = container["args"]
-    assert args[args.index("--master-addr") + 1] == f"{name}-{job['name']}-0-0.{name}"
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "4"}}
-    # Final statuses fail the Job, and that fails the set; Kubernetes wants Never for such rules.
-    (rule,) = spec["podFailurePolicy"]["rules"]
-    codes = {"containerName": container["name"], "operator": "In", "values": list(FINAL)}
-    assert rule == {"action": "FailJob", "onExitCodes": codes}
-    assert (pod["restartPolicy"], spec["backoffLimit"]) == ("Never", 0)
-
-
-def test_trainjob(capsys: pytest.CaptureFixture[str]) -> None:
-    runtime, job = yaml.safe_load_all(
-        write(capsys, "kubernetes", "--image", "registry/mesh:1", *TRAIN)
-    )
-    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
-    reference = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": runtime["kind"],
-        "name": runtime["metadata"]["name"],
-    }
-    assert job["spec"]["runtimeRef"] == reference
-    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {}}
-    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    labels = replicated["template"]["metadata"]["labels"]
-    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    (container,) = containers(runtime)
-    assert (replicated["name"], container["name"]) == ("node", "node")
-    trainer = job["spec"]["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (
-        2,
-        4,
-        "registry/mesh:1",
-    )
-    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "4"}}
-    assert trainer["args"][5:10:2] == ["--node-rank", "--master-addr", "--master-port"]
-
-
 # The fields of SkyPilot 0.14 that its file uses. Kubeflow's models, below, check the others.
 SKYPILOT = {"name", "num_nodes", "resources", "file_mounts", "volumes", "envs", "setup", "run"}
 RESOURCES = {"accelerators", "cpus", "job_recovery"}
@@ -448,18 +400,6 @@ def instructions(text: str) -> list[str]:
         line for line in text.replace("\\\n", "").splitlines() if line and not line.startswith("#")
     ]
     return [re.sub(r" +", " ", line) if line.startswith("RUN") else line for line in lines]
-
-
-def test_dockerfile(capsys: pytest.CaptureFixture[str]) -> None:
-    text = write(capsys, "docker", *TRAIN)
-    lines = instructions(text)
-    assert [line.split()[0] for line in lines].count("FROM") == 2
-    assert lines[-2] == 'ENTRYPOINT ["meshwright"]'
-    assert not any("pip install" in line for line in lines[lines.index("WORKDIR /work") :])
-    sources = next(line for line in lines if line.startswith("COPY pyproject")).split()[1:-1]
-    assert all((ROOT / name).is_file() for name in sources)
-    # Without GPUs nothing is compiled when a training starts.
-    assert "gcc" in text and "gcc" not in write(capsys, "docker", *TRAIN, "--device", "cpu")
 
 
 def test_health(capsys: pytest.CaptureFixture[str], place: Path) -> None:
@@ -620,9 +560,8 @@ class Slurm:
         ("1 75 137 0", False, (0, 4)),
         ("143 0", True, (0, 2)),  # stopped before the time limit
         ("143 0", False, (143, 1)),  # stopped by scancel
-        ("130 0", False, (130, 1)),
         ("138 0", False, (0, 2)),  # the scheduler warned the run itself
-        *((f"{status} 0", False, (status, 1)) for status in (*FINAL, 127)),
+        *((f"{status} 0", False, (status, 1)) for status in FINAL[:1]),
         ("75 65 0", False, (65, 2)),
         ("1 " * 30, False, (1, 21)),  # the first start, and 20 more
     ],

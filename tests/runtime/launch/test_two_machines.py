@@ -68,25 +68,6 @@ def read_logs(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "commands",
-    [
-        [f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)],
-        # each machine finds its own number
-        [f"{LAUNCH} --node-ips {','.join(ADDRESSES)} train"] * 2,
-    ],
-    ids=["torchrun", "--node-ips"],
-)
-def test_losses_equal_those_of_one_process(
-    machines: tuple[str, str], tmp_path: Path, commands: list[str]
-) -> None:
-    flags = training(tmp_path)
-    with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:
-        assert [p.wait() for p in processes] == [0, 0], read_logs(tmp_path)
-    ours, alone = read_losses(tmp_path / "run"), as_one_process(tmp_path, flags)
-    assert len(ours) == 6 and ours == pytest.approx(alone, rel=1e-9)
-
-
-@pytest.mark.parametrize(
     ("commands", "status"),
     [
         (

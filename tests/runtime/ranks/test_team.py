@@ -13,7 +13,6 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.runtime.ranks import team as teams
 from meshwright.runtime.ranks.compare import require_equal
 from meshwright.runtime.ranks.team import ALONE, Team, tree_of
-from on_ranks import make_team, run_ranks
 from team_threads import on_threads
 
 TEXT = "x" * 1000
@@ -111,23 +110,6 @@ def test_settings_that_differ_are_named_without_sending_all_of_them() -> None:
 
     [text] = {str(error) for error in on_threads(64, all_differ)[0]}
     assert "node19 on rank 19, 44 more values" in text and "node20" not in text
-
-
-def exchange() -> None:
-    team = make_team()
-    for own in (team, team.clone(team.timeout)):
-        assert own.gather([team.rank, "é"]) == [[rank, "é"] for rank in range(3)]
-        assert (
-            own.deal(lambda: [[rank] * rank for rank in range(team.size)])
-            == [team.rank] * team.rank
-        )
-        x = torch.arange(3) + team.rank
-        own.sum(x)
-        assert x.tolist() == [3, 6, 9]
-
-
-def test_between_processes() -> None:
-    run_ranks(exchange, 3)
 
 
 def test_clones_are_numbered_within_their_team(monkeypatch: pytest.MonkeyPatch) -> None:

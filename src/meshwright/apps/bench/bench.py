@@ -24,12 +24,14 @@ from meshwright.base.version import installed_version, our_version
 
 
 class Bench:
-    """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
+    """A run of rows. table.txt and results.json are up to date after each; bench.png comes last."""
 
     def __init__(self, plan: BenchPlan, command: str, gpus: int) -> None:
-        self.plan, self.gpus = plan, gpus
+        self.plan = plan
+        self.gpus = gpus
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
+        # What a reader of the results must know to compare them.
         accelerators = devices.list_accelerators()
         device = f"CPU, {host.cores()} cores"
         if accelerators:
@@ -51,14 +53,19 @@ class Bench:
         """Measure the rows; return the number of those that failed."""
         began = time.perf_counter()
         self.plan.out.mkdir(parents=True, exist_ok=True)
+
+        # What is measured, then a line for each row as soon as it has ended.
         about = self.about
         ours = f"{about['device']}, meshwright {about['version']}"
         commit = f", commit {about['commit']}" if about["commit"] else ""
         self.show(f"{ours}{commit}, torch {about['torch']}")
         self.show(table.head())
         for number, row in enumerate(rows, 1):
-            self.add(self.measure(row, f"{number} of {len(rows)}: {row.name}"))
+            title = f"{number} of {len(rows)}: {row.name}"
+            self.add(self.measure(row, title))
         self.show(*table.startup_lines(self.results))
+
+        # The sum of it all, and the picture.
         failed = sum(bool(r["failed"]) for r in self.results)
         took = duration(time.perf_counter() - began)
         self.show(f"\n{len(rows)} rows, {failed} failed, in {took}")
@@ -68,6 +75,7 @@ class Bench:
         return failed
 
     def measure(self, row: BenchRow, title: str) -> dict[str, Any]:
+        # Without any GPU, a row on several ranks runs on the CPU; with some, they may be too few.
         if row.gpus > self.gpus > 0:
             need = f"needs {row.gpus} GPUs, this machine has {self.gpus}; --gpus and --rows choose others"
             return {
@@ -79,6 +87,7 @@ class Bench:
             }
         with step_bar(title, self.plan.steps_of(row)) as update:
             result = measure_row(row, self.plan, lambda done: update(completed=done))
+            # Other programs are run right after ours, on a device in the same state.
             if self.plan.peers and row.peers and not result["failed"]:
                 from meshwright.apps.bench.peers import compare_with_peers
 
@@ -101,10 +110,14 @@ class Bench:
             print(line, flush=True)
 
     def write(self) -> None:
+        text = "\n".join(self.lines)
         results = json.dumps(self.about | {"rows": self.results}, indent=1)
-        for name, lines in {"table.txt": self.lines, "results.json": [results]}.items():
+        for name, content in (
+            ("table.txt", text),
+            ("results.json", results),
+        ):
             with replacing(self.plan.out / name) as file:
-                file.writelines(f"{line}\n".encode() for line in lines)
+                file.write(f"{content}\n".encode())
 
 
 @contextmanager

@@ -49,8 +49,8 @@ from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 
-FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
-HOST_ROUNDS = 5  # in which the host is measured
+FIGURE_SECONDS = 0.4  # seconds for which a figure is measured, beside the first call
+HOST_ROUNDS = 5  # rounds in which the host is measured
 # Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
 COUNTED = 0.87
 # A step whose operations take a device less time than the host takes to launch them.
@@ -58,7 +58,8 @@ TRAINED = "--mock-data --train-iters 1 --lr 1e-3 --vocab-size 128 --hidden-size 
 TRAINED += "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --hidden-dropout 0 --attention-dropout 0 "
 TRAINED += "--cuda-graphs off --compile off"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-DISK_BYTES, LINK_SECONDS = 1 << 28, 60
+DISK_BYTES = 1 << 28
+LINK_SECONDS = 60
 
 
 class Sizes(NamedTuple):
@@ -70,7 +71,8 @@ class Sizes(NamedTuple):
     elements: int  # of passes over memory
 
 
-SMALL, LARGE = Sizes(512, (512, 768), 512, 1 << 22), Sizes(16384, (1024, 2048, 4096), 2048, 1 << 27)
+SMALL = Sizes(512, (512, 768), 512, 1 << 22)
+LARGE = Sizes(16384, (1024, 2048, 4096), 2048, 1 << 27)
 
 
 def calibrate(wanted: str, folder: Path) -> Path:
@@ -80,14 +82,17 @@ def calibrate(wanted: str, folder: Path) -> Path:
     sizes = SMALL if is_cpu else LARGE
     title = devices.device_name(device)
 
-    # What the data sheet says, where the name matches a profile; of a CPU, what is measured.
+    # A GPU whose name matches a profile has its data sheet's peaks, a CPU those that are measured.
     known = profile_of(title) or load_profile("cpu")
     copied = copied_per_second(device, sizes)
     rates = products(device, sizes, copied)
     if known.name == "cpu":
-        peaks, bandwidth = rates, copied
+        peaks = rates
+        bandwidth = copied
     else:
-        peaks, bandwidth = dict(known.peaks), max(known.bandwidth, copied)
+        # The data sheet's peaks, and a bandwidth that no measurement exceeds.
+        peaks = dict(known.peaks)
+        bandwidth = max(known.bandwidth, copied)
 
     # The shares of these that are reached.
     main = "float32" if is_cpu else "bfloat16"
@@ -213,8 +218,8 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
     is_cpu = device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
     samples, heads = (1, 4) if is_cpu else (4, 16)
-    # Of a causal square the diagonal's blocks are computed whole, and each row of blocks starts
-    # slowly; `timing` has the same rule.
+    # The blocks on the diagonal of a causal square are computed whole, and each row of blocks
+    # starts slowly. The plan's timing.py has the same rule.
     blocks = sizes.tokens / ATTENTION_ROWS
     computed = (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
     out: dict[str, float] = {}
@@ -224,16 +229,19 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
             torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)
         )
         grad = torch.randn(shape, device=device, dtype=dtype)
+        forward = functools.partial(fused, q, k, v, None, None, 0.0)
 
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return fused(q, k, v, None, None, 0.0)
+        def both(
+            forward: Callable[[], Tensor] = forward,
+            inputs: tuple[Tensor, ...] = (q, k, v),
+            grad: Tensor = grad,
+        ) -> object:
+            return torch.autograd.grad(forward(), inputs, grad)
 
-        def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> object:
-            return torch.autograd.grad(fused(q, k, v, None, None, 0.0), (q, k, v), grad)
-
+        # FLOPs of what is computed: two products forward, five backward.
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * computed
         first = seconds_of(forward, device)
-        # The plan counts these of backward's passes over the heads apart.
+        # The plan counts the backward kernel's passes over the heads on their own.
         passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
         out[f"attention_{width}"] = flops / first / peak
@@ -246,6 +254,7 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
 
 def copied_per_second(device: torch.device, sizes: Sizes) -> float:
     """Return the bytes per second that a sum of two tensors reads and writes."""
+    # Two tensors are read and one is written, 4 bytes an element each.
     a, b, c = (torch.ones(sizes.elements, device=device) for _ in range(3))
     return 12 * sizes.elements / seconds_of(lambda: torch.add(a, b, out=c), device)
 
@@ -253,7 +262,8 @@ def copied_per_second(device: torch.device, sizes: Sizes) -> float:
 def passes_per_second(device: torch.device, sizes: Sizes) -> float:
     """Return the bytes per second of an activation, forward, as the layers compute it."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    x = torch.randn(sizes.elements // 4096, 4096, device=device, dtype=dtype)
+    shape = sizes.elements // 4096, 4096
+    x = torch.randn(shape, device=device, dtype=dtype)
     with torch.no_grad():
         seconds = seconds_of(lambda: activate("gelu-tanh", x, None), device)
     return 2 * x.numel() * x.element_size() / seconds
@@ -263,12 +273,13 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     """Return the seconds of small kernels, on a GPU without the host's part.
 
     A product of 1,024 rows takes longer than its FLOPs at the speed of large ones, by the rule of
-    `timing`.
+    the plan's timing.py.
     """
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     side = 1024 if device.type != "cpu" else 128
     x, small = (torch.randn(n, n, device=device, dtype=dtype) for n in (side, 256))
-    y, out_of_small = torch.empty_like(x), torch.empty_like(small)
+    y = torch.empty_like(x)
+    out_of_small = torch.empty_like(small)
     calls = 100
 
     def repeat(run: Callable[[], object]) -> None:
@@ -283,6 +294,7 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     }
     for name, run in kernels.items():
         repeated = functools.partial(repeat, run)
+        # A graph launches all kernels at once, which leaves the host's part out.
         if device.type == devices.NVIDIA:
             stream = devices.new_stream(device)
             with devices.on_stream(stream):
@@ -293,6 +305,7 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
                 out[name] = seconds_of(replay, device, 0.5) / calls
         else:
             out[name] = seconds_of(repeated, device, 0.5) / calls
+    # `timing` takes the hypotenuse of the FLOPs' time and a fixed one; this is the fixed one.
     out["product"] = max(out["product"] ** 2 - (2 * side**3 / flops) ** 2, 1e-14) ** 0.5
     return out
 
@@ -300,9 +313,9 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
 def host_seconds(device: torch.device) -> dict[str, float]:
     """Return the host's seconds to launch a kernel, which its other times are in proportion to.
 
-    Layers of a training step are compared with what their launches take by SECONDS. A host that
-    others share is half as fast again in one second as in the next, so the median of some rounds
-    counts, of layers that launch much else.
+    The seconds of a layer in a training step are compared with those of its launches by SECONDS. A
+    host that others share is half as fast again in one second as in the next, so the median of some
+    rounds counts.
     """
     blocks = ("fused", "plain") if devices.has_kernels(device) else ("plain",)
     factors = []
@@ -331,9 +344,12 @@ def layer_seconds(device: torch.device, block: str) -> float:
 
 def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:
     """Return the seconds of a training step so small that they are the host's."""
-    words = f"{TRAINED} --num-layers {layers} {'' if device.type == 'cpu' else '--bf16'} {flags}"
-    config = parse_settings(TrainConfig, words.split(), "meshwright train").config
+    words = f"{TRAINED} --num-layers {layers} {flags}".split()
+    if device.type != "cpu":
+        words.append("--bf16")
+    config = parse_settings(TrainConfig, words, "meshwright train").config
     net = build_network(Spec(config, Layout(), device, 128, 128))
+    # Nothing has drawn the weights, which may hold any bits; zeros stay finite.
     with torch.no_grad():
         for part in net.parts:
             for parameter in part.parameters():
@@ -353,11 +369,16 @@ def measure_links(device: torch.device) -> dict[str, float]:
         return {}
     words = ["launch", "--nproc-per-node", str(count), str(Path(links.__file__)), device.type]
     command = [sys.executable, "-m", "meshwright", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            return {name: float(x) for name, x in json.loads(line).items()}
-    errors = done.stderr.splitlines() or ["nothing was printed"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
+    except subprocess.TimeoutExpired:
+        errors = [f"no answer in {LINK_SECONDS} s"]
+    else:
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                return {name: float(x) for name, x in json.loads(line).items()}
+        errors = done.stderr.splitlines() or ["nothing was printed"]
+    # A profile keeps the links of the data sheet then.
     show(f" > the links were not measured: {errors[-1]}")
     return {}
 
@@ -372,14 +393,17 @@ def within(known: LinkSpeed, measured: Mapping[str, float]) -> dict[str, float]:
 
 
 def disk_per_second(folder: Path) -> float:
-    path, data = folder / "disk", os.urandom(1 << 20) * (DISK_BYTES >> 20)
-    begun = time.perf_counter()
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - begun
-    path.unlink()
+    path = folder / "disk"
+    data = os.urandom(1 << 20) * (DISK_BYTES >> 20)
+    try:
+        begun = time.perf_counter()
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - begun
+    finally:  # a full disk keeps nothing of it
+        path.unlink(missing_ok=True)
     return DISK_BYTES / seconds
 
 

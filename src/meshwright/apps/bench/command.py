@@ -96,9 +96,12 @@ class BenchConfig:
 
 
 def main(argv: Wording) -> int:
+    # What follows -- are flags of train, for all rows.
     at = argv.index("--") if "--" in argv else len(argv)
-    words, extra = argv[:at], argv[at + 1 :]
+    words = argv[:at]
+    extra = argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
+    # Flags of train in either spelling.
     for word in extra:
         name = word.partition("=")[0].replace("_", "-")
         if name in BENCH_FLAGS:
@@ -115,6 +118,7 @@ def main(argv: Wording) -> int:
     # Which rows?
     gpus = c.gpus or devices.count_accelerators()
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
+    # A number of GPUs that no row uses is a mistake of the caller's.
     most = max(row.gpus for row in chosen)
     if c.gpus and most != c.gpus:
         raise SettingsError(
@@ -144,6 +148,7 @@ def main(argv: Wording) -> int:
         peers=tuple(c.programs),
         peer_seconds=c.peer_seconds,
     )
+    # Names of rows become names of folders, so two benches in one folder would mix.
     taken = [folder for row in chosen if (folder := plan.folder(row)).exists()]
     if out.exists() and not out.is_dir():
         taken.insert(0, out)

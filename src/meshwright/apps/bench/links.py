@@ -17,14 +17,16 @@ import torch.distributed as dist
 
 from meshwright.base import device as devices
 
-ELEMENTS, ROUNDS = 1 << 25, 8
+ELEMENTS = 1 << 25
+ROUNDS = 8
 
 
 def main() -> None:
     device = devices.open_device(sys.argv[1], int(os.environ["LOCAL_RANK"]))
     is_cpu = device.type == "cpu"
     dist.init_process_group("gloo" if is_cpu else None)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     size = ELEMENTS >> 4 if is_cpu else ELEMENTS
     x = torch.ones(size, device=device)
     small = torch.ones(1, device=device)

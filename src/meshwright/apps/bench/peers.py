@@ -31,7 +31,7 @@ def compare_with_peers(
     """Return the figures of each program, with the ratio of our speed to its, the fastest first."""
     out = []
     for name in plan.peers:
-        # compiling takes minutes; megatron-core needs CUDA
+        # On a CPU, compiling takes minutes, and megatron-core is not compared.
         if name != "transformers" and "--device cpu" in row.flags:
             continue
         say(name)
@@ -48,7 +48,8 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         return {"name": name, "failed": f"not measured: pip install {names}"}
     folder = plan.folder(row) / name
     folder.mkdir(parents=True)
-    results, console = folder / "found.jsonl", folder / "console.txt"
+    results = folder / "found.jsonl"
+    console = folder / "console.txt"
     steps = min(plan.steps_of(row), PEER_STEPS)
     words = ["--vocab-size", str(row.vocabulary), *row.flags.split()]
     request = {"program": name, "flags": words, "micros": row.peers, "steps": steps}
@@ -60,6 +61,7 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         str(results),
     ]
     with console.open("w") as file:
+        # It ends with the bench, even if that is killed.
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -67,6 +69,7 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             pass
         finally:
+            # Also after a timeout: what it has written by then counts.
             run.kill()
             run.wait()
     return read_result(name, results, console, plan.peer_seconds)
@@ -79,6 +82,7 @@ def read_result(name: str, results: Path, console: Path, seconds: float) -> dict
         for line in results.read_text().splitlines():
             entries.append(json.loads(line))
     tried = [e for e in entries if e["event"] == "tried"]
+    # Of entries that ran: the longer run, if time was enough for it, or the fastest trial.
     ran = [e for e in entries if e["tokens_per_second"]]
     done = [e for e in ran if e["event"] == "done"]
     best = done or sorted(ran, key=lambda e: -e["tokens_per_second"])
@@ -87,7 +91,8 @@ def read_result(name: str, results: Path, console: Path, seconds: float) -> dict
         figures = {key: value for key, value in best[0].items() if key != "event"}
         return {"name": name, "failed": None, "tried": speeds} | figures
     if tried:
-        reason = f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+        sizes = ", ".join(str(e["micro"]) for e in tried)
+        reason = f"micro-batches {sizes} do not fit"
     else:
         reason = find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
     return {"name": name, "failed": reason}

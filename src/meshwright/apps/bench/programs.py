@@ -46,6 +46,7 @@ def main(request: dict[str, Any], path: Path) -> None:
     config = flags.parse_settings(
         TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer"
     ).config
+    # Our flags describe the model; the other program is given its shape.
     device = devices.open_device(config.parallel.device)
     build, package = PROGRAMS[request["program"]]
     ids = config.tokenizer.vocab_size
@@ -61,19 +62,24 @@ def main(request: dict[str, Any], path: Path) -> None:
             speeds[micro] = trial.speed(micro, TRIAL_STEPS)
             row = about | {"micro": micro, "tokens_per_second": speeds[micro]}
             file.write(json.dumps({"event": "tried"} | row) + "\n")
+        # The fastest micro-batch once more, for as many steps as our own row has.
         best = max(speeds, key=lambda micro: speeds[micro])
         if speeds[best]:
-            devices.reset_memory(device) if device.type != "cpu" else None
+            if device.type != "cpu":
+                devices.reset_memory(device)
             row = about | {"micro": best, "tokens_per_second": trial.speed(best, request["steps"])}
             row |= {"peak_bytes": devices.peak_memory(device), "losses": trial.losses}
             file.write(json.dumps({"event": "done"} | row) + "\n")
 
 
 class Trial:
-    """Runs steps of one program with micro-batches of any size."""
+    """Steps of one program, with micro-batches of any size."""
 
     def __init__(self, step: PeerStep, length: int, ids: int, device: torch.device) -> None:
-        self.step, self.length, self.ids, self.device = step, length, ids, device
+        self.step = step
+        self.length = length
+        self.ids = ids
+        self.device = device
         self.losses: list[float] = []
 
     def speed(self, micro: int, steps: int) -> float:
@@ -93,6 +99,7 @@ class Trial:
             return 0.0
         finally:
             del batches
+            # What a failed micro-batch has left would make the next one fail too.
             gc.collect()
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()
@@ -133,6 +140,7 @@ def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
         m.final_logit_softcapping,
         m.use_parallel_residual,
     )
+    # The two networks of transformers that have our shapes; another would not be a comparison.
     if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0, False):
         gpt2 = hf.GPT2Config(
             **common,
@@ -175,13 +183,15 @@ def decay_groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
 def transformers(
     config: TrainConfig, padded: int, device: torch.device, compiled: bool = False
 ) -> PeerStep:
-    o, length = config.optimizer, config.data.seq_length or 0
+    o = config.optimizer
+    length = config.data.seq_length or 0
     with device:
         network = transformers_network(config.model, length, padded).train()
     groups = decay_groups(network, o.weight_decay)
     optimizer = torch.optim.AdamW(
         groups, lr=o.lr or 1e-4, betas=(o.adam_beta1, o.adam_beta2), fused=True
     )
+    # Shapes stay the same, so no symbolic ones are compiled.
     run = torch.compile(network, dynamic=False) if compiled else network
     is_bf16 = device.type != "cpu"
 
@@ -243,11 +253,13 @@ def megatron_layers() -> Any:
     return spec
 
 
-def use_torch_in_megatron(optimizer: Any = None) -> None:
+def use_torch_in_megatron(optimizer: Any) -> None:
     """Replace megatron-core's loops over gradients, then its optimizer's loop over parameters."""
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
-    clip.l2_norm_impl, clip.multi_tensor_scale_impl = foreach_norm, foreach_scale
-    for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else []):
+    clip.l2_norm_impl = foreach_norm
+    clip.multi_tensor_scale_impl = foreach_scale
+    # megatron-core chains optimizers where some parameters are updated apart.
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             group |= {"fused": True, "foreach": False}
 
@@ -259,7 +271,8 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     gpt: Any = importlib.import_module("megatron.core.models.gpt")
     module: Any = importlib.import_module("megatron.core.transformer.module")
     transformer: Any = importlib.import_module("megatron.core.transformer.transformer_config")
-    m, length = config.model, config.data.seq_length or 0
+    m = config.model
+    length = config.data.seq_length or 0
     kind = (m.position, m.norm_bias, m.activation, m.add_bias_linear, m.use_parallel_residual)
     if kind != ("learned", True, "gelu-tanh", True, False) or m.windowed_layers:
         raise UserError("megatron-core is compared on GPT-2's network only")
@@ -285,6 +298,7 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     network = gpt.GPTModel(
         settings, megatron_layers(), vocab_size=padded, max_sequence_length=length, **more
     )
+    # bf16 weights first, then buffers of float32 gradients around them, as its training does.
     network = module.Float16Module(settings, network.to(device)).train()
     of_data = ddp.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
@@ -299,6 +313,7 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
         network.zero_grad_buffer()
         optimizer.zero_grad()
         batch_positions = positions.expand(len(tokens), -1)
+        # Labels are the tokens that follow; megatron-core returns the loss of each.
         losses = network(
             tokens[:, :-1].contiguous(), batch_positions, None, labels=tokens[:, 1:].contiguous()
         )
@@ -325,6 +340,7 @@ def attention_by_torch() -> type:
             self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **more: Any
         ) -> Tensor:
             s, b, heads, size = query.shape
+            # SDPA wants [batch, heads, sequence, columns].
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True
@@ -337,7 +353,8 @@ def attention_by_torch() -> type:
 def foreach_norm(
     chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """In the place of megatron-core's loop, which waits for the device at each tensor."""
+    """Take the place of megatron-core's loop, which waits for the device at each tensor."""
+    # Its caller takes (norm, norms of each tensor) and uses the first.
     return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from meshwright.base.hints import did_you_mean
 from meshwright.config.presets import ALIASES, PRESETS, family_of
 from meshwright.config.problem import SettingsError, with_value
 
+# GPTs of 345 million, 1.3 billion and 2.7 billion parameters.
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
 C = "--num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048"
@@ -44,11 +46,13 @@ def row(
 ) -> BenchRow:
     """Return a row of this recipe; `batch` is the global batch, `micro` without one."""
     sizes = f"--micro-batch-size {micro} --global-batch-size {batch or micro}"
+    # A CPU is measured in float32.
     precision = "" if "--fp16" in flags or "--device cpu" in flags else " --bf16"
     return BenchRow(name, f"{flags} {sizes}{precision} {RECIPE}", steps, **more)  # type: ignore[arg-type]
 
 
 def of_345m() -> list[BenchRow]:
+    # Steps of small micro-batches are short, so more of them are counted.
     small = [row(f"345M micro-batch {n}", A, n, steps=60) for n in (1, 2, 4)]
     return [
         row("345M", f"{A} {DRY}", 32, peers=(32, 64, 16)),
@@ -61,9 +65,11 @@ def of_345m() -> list[BenchRow]:
         row("345M dropout 0, micro-batch 64", f"{A} {DRY}", 64, steps=20),
         row("345M fp8", f"{A} {DRY} {FP8}", 32),
         row("345M fp8, micro-batch 64", f"{A} {DRY} {FP8}", 64, steps=20),
+        # Another optimizer, whose cost many micro-batches share.
         row("345M Muon", f"{A} {DRY} --optimizer muon", 32),
         row("345M Muon, 16 micro-batches", f"{A} {DRY} --optimizer muon", 32, 512, steps=10),
         row("345M, 16 micro-batches", f"{A} {DRY}", 32, 512, steps=10),
+        # What graphs, kernels and the compiler are worth.
         row("345M micro-batch 2, no graphs", f"{A} --cuda-graphs off", 2, steps=60),
         row("345M no graphs", f"{A} {DRY} --cuda-graphs off", 32),
         row("345M no kernels", f"{A} {DRY} --fused-kernels off", 32, steps=20),
@@ -110,78 +116,74 @@ def of_sizes() -> list[BenchRow]:
 
 
 def of_layouts(gpus: int) -> list[BenchRow]:
-    """Rows on several GPUs, each beside the one with as many samples a GPU and micro-batch."""
+    """Return rows on several GPUs, each beside a row on one GPU with as many samples for each."""
+    # All GPUs take part, so that each row says which share of its speed alone a GPU still reaches.
+    on_all = functools.partial(row, gpus=gpus)
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
     # Without interleaving and sequence parallelism, as other programs are compared.
     by_stages = "--pipeline-model-parallel-size 2 --pipeline-layout 13,11 --zero-stage 1"
     by_columns = "--tensor-model-parallel-size 2 --zero-stage 1"
-    a, c = f"{A} {DRY}", f"{C} {DRY}"
+    a = f"{A} {DRY}"
+    c = f"{C} {DRY}"
     return [
         row("345M", a, 32),
-        row(f"345M DP{gpus}", a, 32, 32 * gpus, gpus=gpus, beside="345M"),
-        row(
-            f"345M DP{gpus} ZeRO-1", f"{a} --zero-stage 1", 32, 32 * gpus, gpus=gpus, beside="345M"
-        ),
+        on_all(f"345M DP{gpus}", a, 32, 32 * gpus, beside="345M"),
+        on_all(f"345M DP{gpus} ZeRO-1", f"{a} --zero-stage 1", 32, 32 * gpus, beside="345M"),
         row("345M micro-batch 4", A, 4, steps=60),
-        row(
+        on_all(
             f"345M micro-batch 4 DP{gpus}",
             A,
             4,
             4 * gpus,
             steps=60,
-            gpus=gpus,
             beside="345M micro-batch 4",
         ),
         # The head computes as much as 4 of these layers, so the last stage has fewer.
-        row(
+        on_all(
             "345M PP2",
             f"{a} {stages} 6 --pipeline-layout 7,7,7,3",
             8,
             64 * gpus // 2,
             20,
-            gpus=gpus,
             beside="345M",
         ),
         row("1.3B", f"{B} {DRY}", 16, steps=20),
-        row(f"1.3B DP{gpus}", f"{B} {DRY}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
-        row(
+        on_all(f"1.3B DP{gpus}", f"{B} {DRY}", 16, 16 * gpus, 20, beside="1.3B"),
+        on_all(
             f"1.3B DP{gpus} ZeRO-1",
             f"{B} {DRY} --zero-stage 1",
             16,
             16 * gpus,
             20,
-            gpus=gpus,
             beside="1.3B",
         ),
-        row("1.3B PP2", f"{B} {DRY} {by_stages}", 4, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
-        row("1.3B TP2", f"{B} {DRY} {by_columns}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
+        on_all("1.3B PP2", f"{B} {DRY} {by_stages}", 4, 16 * gpus, 20, beside="1.3B"),
+        on_all("1.3B TP2", f"{B} {DRY} {by_columns}", 16, 16 * gpus, 20, beside="1.3B"),
         row("2.7B", c, 8, steps=12),
-        row(
+        on_all(
             f"2.7B DP{gpus} ZeRO-3",
             f"{c} --zero-stage 3",
             8,
             8 * gpus,
             12,
-            gpus=gpus,
             beside="2.7B",
         ),
-        row("2.7B TP2 SP", f"{c} {tensor}", 8, 8 * gpus // 2, 12, gpus=gpus, beside="2.7B"),
-        row(
+        on_all("2.7B TP2 SP", f"{c} {tensor}", 8, 8 * gpus // 2, 12, beside="2.7B"),
+        on_all(
             "2.7B TP2 SP, no overlap",
             f"{c} {tensor} --tp-overlap off",
             8,
             8 * gpus // 2,
             12,
-            gpus=gpus,
             beside="2.7B",
         ),
-        row("2.7B PP2", f"{c} {stages} 8", 4, 32 * gpus // 2, 8, gpus=gpus, beside="2.7B"),
+        on_all("2.7B PP2", f"{c} {stages} 8", 4, 32 * gpus // 2, 8, beside="2.7B"),
     ]
 
 
 def of_seeds() -> list[BenchRow]:
-    """The settings that the five guides of compat/ publish, on one GPU: without their layouts."""
+    """Return rows of the settings that the guides in compat/ publish, on one GPU."""
     fp16 = "--fp16 --min-lr 1e-5 --lr 1.5e-4 --weight-decay 0.01 --clip-grad 1.0"
     recompute = f"{fp16} --checkpoint-activations"
 
@@ -204,9 +206,11 @@ def of_seeds() -> list[BenchRow]:
 def preset(name: str, cut: bool = True) -> BenchRow:
     """Return a preset's row: with `cut`, at most eight of its micro-batches a step."""
     values = PRESETS[name]
-    micro, batch = values["micro_batch_size"], values["global_batch_size"]
+    micro = values["micro_batch_size"]
+    batch = values["global_batch_size"]
     if cut:
         batch = min(batch, 8 * micro)
+    # Presets that name no format are measured in the one that GPUs are used with.
     precision = "" if values.get("fp16") else " --bf16"
     is_small = values["hidden_size"] < 768
     return BenchRow(
@@ -219,13 +223,13 @@ def preset(name: str, cut: bool = True) -> BenchRow:
 
 
 def of_startup() -> list[BenchRow]:
-    """Few steps of each model: seconds to the first one."""
+    """Return rows of few steps, which show the seconds to the first one."""
     rows = [("345M cold", A, 32), ("345M warm", A, 32), ("1.3B", B, 16), ("2.7B", C, 8)]
     return [row(name, flags, micro, steps=3, is_fresh=True) for name, flags, micro in rows]
 
 
 def of_cpu() -> list[BenchRow]:
-    """Tiny models, in about a minute on two cores."""
+    """Return rows of tiny models, which take about a minute on two cores."""
     sizes = "--vocab-size 512 --device cpu"
     return [
         row("tiny", f"{TINY} {DRY} {sizes}", 4, peers=(4, 8)),
@@ -251,6 +255,7 @@ ABOUT = {
 def rows_of(name: str, gpus: int) -> list[BenchRow]:
     """Return the rows of one set, or of a preset, for this number of GPUs."""
     set_name = OTHER_NAMES.get(name, name)
+    # Layouts have two ranks at least, whatever the machine has.
     if set_name == "layouts":
         return of_layouts(max(gpus, 2))
     makers = {
@@ -282,6 +287,7 @@ def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow
 
     A row on several GPUs brings the one with which it is compared.
     """
+    # Sets share rows, which are run once.
     rows = {row.name: row for name in sets for row in rows_of(name, gpus)}
     try:
         matches = re.compile(pattern or "", re.IGNORECASE).search

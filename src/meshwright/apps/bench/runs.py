@@ -51,7 +51,11 @@ class BenchPlan:
         """Return the command without the interpreter: [launch ...] train ..."""
         steps = self.steps_of(row)
         words = [*row.flags.split(), *self.data_flags(row)]
-        total = steps + TRACED_STEPS * self.has_profile
+
+        # Steps alone are measured: no validation, and a line of the log for every fifth.
+        total = steps
+        if self.has_profile:
+            total += TRACED_STEPS
         words += ["--train-iters", str(total), "--eval-iters", "0", "--log-interval", "5"]
         if total <= WARMUP and RECIPE in row.flags:  # the decay must be longer than the warm-up
             words += ["--lr-decay-iters", str(WARMUP + 1)]
@@ -59,17 +63,20 @@ class BenchPlan:
             words += ["--profile", "--profile-step-start", str(steps + 1)]
             words += ["--profile-step-end", str(steps + 1 + TRACED_STEPS)]
         words += ["--log-format", "megatron", "--run-dir", str(self.folder(row)), *self.extra]
-        ranks = ["launch", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
-        return [*ranks, "train", *words]
+        if row.gpus == 1:
+            return ["train", *words]
+        return ["launch", "--nproc-per-node", str(row.gpus), "train", *words]
 
     def data_flags(self, row: BenchRow) -> list[str]:
         """Return the flags of the data, and of the vocabulary if nothing else names one."""
         words = " ".join([row.flags, *self.extra])
         if self.data is None:
-            flags, vocabulary = ["--mock-data"], str(row.vocabulary)
+            flags = ["--mock-data"]
+            vocabulary = str(row.vocabulary)
             is_named = "--vocab-size" in words
         else:
-            flags, vocabulary = ["--data-path", self.data], GPT2_IDS
+            flags = ["--data-path", self.data]
+            vocabulary = GPT2_IDS
             has_own = tokenizers.find_of_data([self.data])
             is_named = bool(has_own or re.search("--(tokenizer|vocab)", words))
         return flags if is_named else [*flags, "--vocab-size", vocabulary]
@@ -90,6 +97,7 @@ def measure_row(
     folder.mkdir(parents=True)
     first, status, began = run_to_end(row, plan, on_step)
     logged = read_rows(folder)
+    # These are known of every row, also of one that failed.
     result: dict[str, Any] = {
         "name": row.name,
         "command": shlex.join(["meshwright", *plan.command(row)]),
@@ -115,6 +123,7 @@ def measure_row(
         values = [step[name] for step in counted]
         result[name] = None if values[-1] is None else statistics.median(values)
     start = next(r for r in logged if r["event"] == "start")
+    # On a CPU no memory is counted.
     peaks = [step["memory"] for step in done if step["memory"] is not None]
     profile = folder / "profile" / "summary.json"
     result |= {
@@ -134,8 +143,12 @@ def run_to_end(
     row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]
 ) -> tuple[float | None, int, float]:
     """Run the command; return the time of its first step, its status and the time of its start."""
-    folder, command = plan.folder(row), plan.command(row)
-    first, began, steps, end = None, time.time(), 0, 0
+    folder = plan.folder(row)
+    command = plan.command(row)
+    first = None
+    began = time.time()
+    steps = 0
+    end = 0
     with open(folder / "console.txt", "w") as console:
         words = [sys.executable, "-m", "meshwright", *command]
         run = subprocess.Popen(
@@ -144,15 +157,19 @@ def run_to_end(
         try:
             while run.poll() is None:
                 new, end = read_new_rows(folder, end)
+                # The first step has ended when the run's log has it, but for some hundredths of a
+                # second.
                 steps += sum(r["event"] == "step" for r in new)
                 if steps and first is None:
                     first = time.time()
                 on_step(steps)
+                # The run is asked to end, which writes its last lines, and killed if it does not.
                 if time.time() - began > plan.seconds:
                     run.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         run.wait(GRACE_SECONDS)
                     break
+                # Look often until the first step, whose time counts, then seldom: a look disturbs.
                 time.sleep(0.02 if first is None else 0.2)
         finally:
             if run.poll() is None:
@@ -169,6 +186,7 @@ def find_startup(
     if first is None:
         return phases
     phases["first step"] = round(step["ms"] / 1e3, 2)
+    # What no phase counts: the interpreter's start, and what lies between phases.
     return phases | {"the rest": round(max(first - began - sum(phases.values()), 0), 2)}
 
 
@@ -180,6 +198,7 @@ def find_reason(console: Path) -> str:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     at = max(len(lines) - 1, 0)
+    # The last line that names an error, or else the last line at all, with what follows it.
     for number, line in enumerate(lines):
         if re.search(r"\berror: |Error: ", line):
             at = number

@@ -57,6 +57,7 @@ def lines_of(result: Result) -> list[str]:
     for peer in result.get("peers", ()):
         out.append(below + describe_peer(peer))
     if profile := result.get("profile"):
+        # Kinds of operations by their share of the time; what rounds to 0.0 % is left out.
         shares = profile["shares"].items()
         listed = [f"{name} {share:.1%}" for name, share in shares if share >= 0.0005]
         out.append(below + ", ".join(listed))
@@ -68,15 +69,21 @@ def describe_peer(peer: Result) -> str:
         return f"{peer['name']}: {peer['failed']}"
     at = f"{peer['tokens_per_second']:,.0f} tokens/s, micro-batch {peer['micro']}"
     # The other micro-batches that it tried, the fastest first.
-    for speed, micro in sorted(((s, n) for n, s in peer["tried"].items()), reverse=True):
-        if micro != peer["micro"]:
-            at += f"; {micro}: {speed:,.0f}" if speed else f"; {micro}: too large"
-    return f"{peer['ratio']:.2f} x {peer['name']} {peer['version']} ({at})"
+    tried = [(speed, micro) for micro, speed in peer["tried"].items()]
+    tried.sort(reverse=True)
+    for speed, micro in tried:
+        if micro == peer["micro"]:
+            continue
+        reached = f"{speed:,.0f}" if speed else "too large"
+        at += f"; {micro}: {reached}"
+    program = f"{peer['name']} {peer['version']}"
+    return f"{peer['ratio']:.2f} x {program} ({at})"
 
 
 def startup_lines(results: Iterable[Result]) -> list[str]:
     """Return a table of the seconds of each phase before and with the first step."""
     timed = [r for r in results if not r["failed"] and r["startup"]]
+    # A column for each phase that any row has, in the order of the phases.
     widths = {name: max(len(name), 5) + 2 for r in timed for name in r["startup"]}
     if not widths:
         return []
@@ -91,10 +98,14 @@ def startup_lines(results: Iterable[Result]) -> list[str]:
 
 
 def add_ratio(result: Result, earlier: Iterable[Result]) -> None:
-    """Add the share of the speed a GPU that is left of the one-GPU row's."""
-    base = next((r for r in earlier if r["name"] == result["beside"] and not r["failed"]), None)
-    if base is not None and not result["failed"]:
-        result["ratio"] = result["tokens_per_second"] / result["gpus"] / base["tokens_per_second"]
+    """Add the speed of each GPU as a share of that of the row on one GPU."""
+    if result["failed"]:
+        return
+    for base in earlier:
+        if base["name"] == result["beside"] and not base["failed"]:
+            of_one = result["tokens_per_second"] / result["gpus"]
+            result["ratio"] = of_one / base["tokens_per_second"]
+            return
 
 
 def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
@@ -103,7 +114,9 @@ def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
 
     from meshwright.apps.pages.plot import INK, LINE, POINT
 
-    names, speeds, colours = list[str](), list[float](), list[str]()
+    names = list[str]()
+    speeds = list[float]()
+    colours = list[str]()
     for r in results:
         if r["failed"]:
             continue

@@ -92,6 +92,10 @@ class DedupConfig:
         if d.threshold > 1:
             text = f"{stated(d, 'threshold')} is above 1; give a share from 0 to 1"
             out.append(Problem(("threshold",), text))
+        if d.seed >= 1 << 31:
+            text = f"{stated(d, 'seed')} is too large; give a number below 2^31"
+            out.append(Problem(("seed",), text))
+        # Each band has as many of the hashes.
         if d.num_bands > 0 and d.num_seeds % d.num_bands:
             text = f"{stated(d, 'num_seeds')} is not a multiple of {stated(d, 'num_bands')}; change one of them"
             out.append(Problem(("num_seeds", "num_bands"), text))
@@ -132,6 +136,7 @@ def dedup(config: DedupConfig, dry: bool) -> None:
         return
     rule = work.Similarity(d.json_key, d.threshold, d.shingle, d.num_seeds, d.num_bands, d.seed)
     out = work.deduplicate(d.inputs, d.output_file, rule, d.removed_file, d.overwrite)
+    # Equal sets of pieces: not always equal texts, but told apart from the merely similar.
     same = sum(index == 1 for _, index in out.removed.values())
     removed = f"removed {same:,} with the same pieces as an earlier document and {len(out.removed) - same:,} similar ones"
     print(

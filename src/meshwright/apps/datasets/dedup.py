@@ -84,7 +84,9 @@ class JsonDocuments:
     """The documents of several files of JSON lines, by number, read from the files when needed."""
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
-        self.paths, self.key, self.bad = paths, key, bad
+        self.paths = paths
+        self.key = key
+        self.bad = bad
         self.first_bad: Rejected | None = None
         self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
         self.size = sum(len(self.content(number)) for number in range(len(paths)))
@@ -96,6 +98,7 @@ class JsonDocuments:
         places: list[tuple[int, int, int, int]] = []
         blocks: list[npt.NDArray[np.int64]] = []
         for number, path in enumerate(self.paths):
+            # Files are mapped, so a line costs no memory until it is parsed.
             content = self.content(number)
             begin = len(BOM) if content[: len(BOM)] == BOM else 0
             for line, view in enumerate(lines_of(content, begin, len(content)), 1):
@@ -173,10 +176,13 @@ def deduplicate(
 ) -> Outcome:
     """Write what is kept to `output`, byte for byte, and to `report` why the others go."""
     target = Path(output)
+    # Inputs stay open until the end, and are read while the output is written.
     inputs = {Path(path).resolve() for path in paths}
     for path in (output, report):
         if path is not None and Path(path).resolve() in inputs:
             raise UserError(f"{path} is an input, too; choose another name for what is written")
+    if report is not None and Path(report).resolve() == target.resolve():
+        raise UserError(f"{report} would hold what is kept and what is removed; name two files")
 
     out = Outcome()
     documents = JsonDocuments(paths, rule.key, out.bad)
@@ -187,6 +193,7 @@ def deduplicate(
             _write_keys(documents, rule, file, out)
             if not out.documents:
                 raise bad_data(_nothing_in(documents))
+            # A column of the keys is read at a time, in the order of the bands.
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
             sharing, buckets = _buckets(keys)
             out.removed = choose_removed(documents, sharing, buckets, rule)
@@ -194,7 +201,7 @@ def deduplicate(
 
         # Write what is kept.
         lines = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
-        out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
+        out.is_unchanged = not write_lines(target, lines, overwrite)
         if report:
             with replacing(Path(report), typed=True) as listing:
                 for i, (other, index) in sorted(out.removed.items()):
@@ -235,30 +242,35 @@ def _write_keys(documents: JsonDocuments, rule: Similarity, file: IO[bytes], out
 
 def shingles(text: str, rule: Similarity) -> Hashes:
     """Return the hashes of all pieces, sorted, each once."""
-    size = rule.shingle
+    # A number for each character, and of the text's pieces all at once.
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.uint64)
-    count = max(len(points) - size + 1, 1)  # a shorter text is one piece
-    out = np.full(count, rule.seed << 8 | min(len(points), size), np.uint64)
-    for k in range(min(size, len(points))):
+    size = min(rule.shingle, len(points))  # a shorter text is one piece
+    count = max(len(points) - rule.shingle + 1, 1)
+    out = np.full(count, rule.seed << 8 | size, np.uint64)
+    for k in range(size):
         out = out * FACTOR + points[k : k + count]
     out = mix(out)
+
     out.sort()  # three times as fast as np.unique, which hashes first
-    once: Hashes = out[np.append(True, out[1:] != out[:-1])]
+    is_first = np.append(True, out[1:] != out[:-1])
+    once: Hashes = out[is_first]
     return once
 
 
 def mix(x: Hashes) -> Hashes:
     """Return numbers whose bits all depend on all bits of `x`: MurmurHash3's last steps."""
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
+    half = np.uint64(33)
+    x = (x ^ (x >> half)) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> half)) * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> half)
 
 
 def spares(rule: Similarity) -> npt.NDArray[np.int64]:
     """Return for each part the order in which others replace it, itself first."""
     rng = np.random.Generator(np.random.PCG64(rule.seed))
     parts = np.arange(rule.seeds)
-    out = np.array([rng.permutation(rule.seeds) for _ in parts])
+    drawn = [rng.permutation(rule.seeds) for _ in parts]
+    out = np.array(drawn)
     # Exchange each part's own number with the one that was drawn first.
     own = np.argmax(out == parts[:, None], axis=1)
     out[parts, own] = out[:, 0].copy()
@@ -269,8 +281,10 @@ def spares(rule: Similarity) -> npt.NDArray[np.int64]:
 def signature(pieces: Hashes, order: npt.NDArray[np.int64]) -> Hashes:
     """Return the smallest hash in each part of the range of hashes; empty parts take another's."""
     parts = len(order)
+    # Python's integers, since 2^64 is above the largest of 64 bits.
     edges = np.array([(part << 64) // parts for part in range(parts)], np.uint64)
     first = np.searchsorted(pieces, edges)
+    # The pieces are sorted: a part begins at the first hash above its edge.
     has_any = np.diff(first, append=len(pieces)) > 0
     replacement = np.argmax(has_any[order], axis=1)  # the first in its order that is not empty
     source = order[np.arange(parts), replacement]
@@ -280,6 +294,7 @@ def signature(pieces: Hashes, order: npt.NDArray[np.int64]) -> Hashes:
 
 def band_keys(minima: Hashes, bands: int) -> Hashes:
     out = np.zeros(bands, np.uint64)
+    # All bands at once, one of their hashes after the other.
     for column in minima.reshape(bands, -1).T:
         out = mix(out * FACTOR + column)
     return out
@@ -295,11 +310,13 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         ordered = column[order]
         is_new = np.append(True, ordered[1:] != ordered[:-1])
         number = np.cumsum(is_new) - 1
+        # Most documents share no band with another, and are done with here.
         is_shared = np.bincount(number)[number] > 1
         documents.append(order[is_shared])
         buckets.append(number[is_shared] + first)
         first += int(number[-1]) + 1
-    sharing, number = np.concatenate(documents), np.concatenate(buckets)
+    sharing = np.concatenate(documents)
+    number = np.concatenate(buckets)
     order = np.argsort(sharing, kind="stable")
     return sharing[order], number[order]
 
@@ -322,6 +339,7 @@ def choose_removed(
     for begin, end in pairwise([*begins.tolist(), len(sharing)]):
         i = int(sharing[begin])
         own_buckets = buckets[begin:end].tolist()
+        # The first kept document, by its number, that is similar decides.
         candidates = {j for bucket in own_buckets for j in kept_of[bucket]}
         for other in sorted(candidates):
             index = jaccard(pieces(i), pieces(other))

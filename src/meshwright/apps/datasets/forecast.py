@@ -33,11 +33,13 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
             "{mock_data=True}: random tokens have no source; there is nothing to plan"
         )
     config = count_epochs(config)
+    # Sets may read the same files, which are opened once.
     indexed = functools.cache(Indexed)
     sets = [
         plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)
     ]
     warnings = [line for facts in sets for line in facts.pop("warnings")]
+    # What the count leaves out of consideration.
     if config.data.blend_stages:
         warnings.append("--blend-stages: counted as if the first blend held throughout")
     if config.data.blend_change_at is not None:
@@ -53,7 +55,8 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
 def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[str, Any]:
     """Count the samples that are read from each source of a set."""
     counts, how = count_samples(spec, parts)
-    sources, warnings = list[dict[str, Any]](), list[str]()
+    sources = list[dict[str, Any]]()
+    warnings = list[str]()
     for part, count in zip(parts, counts, strict=True):
         # Only in a stream has every sample the same number of tokens.
         if config.data.packing == "stream":
@@ -79,7 +82,9 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
 
     # A set without documents: --split gives it no share, or too small a one.
     if not sources:
-        flag, share = FLAGS.render(spec.paths.flag), 1.0
+        # The flag that the user must look at: the set's own, or --split.
+        flag = FLAGS.render(spec.paths.flag)
+        share = 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
             share = config.data.split.shares[data_paths.SPLITS.index(spec.paths.split)]
@@ -104,6 +109,7 @@ def count_samples(spec: SetSpec, parts: list[SetPart]) -> tuple[list[int], str]:
         return [], "no document"
     if len(parts) == 1:
         return [spec.samples], "one source"
+    # Of many samples the shares say enough; of fewer, the order that training itself makes.
     shares = np.array([part.share for part in parts])
     if spec.samples > EXACT:
         counts = [round(share * spec.samples) for share in shares.tolist()]

@@ -45,24 +45,26 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool 
 
     A file of other content is replaced only with `overwrite`.
     """
-    root, target = Path(folder), Path(output)
+    root = Path(folder)
+    target = Path(output)
     if not root.is_dir():
         raise bad_data(
             f"{folder} is not a folder; --json-path must name the one that holds the files"
         )
+    # The output of an earlier merge may lie among the files.
     own = target.resolve()
     paths = sorted(
         p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own
     )
     out = Merged(passed=_passed_over(root, {*paths, own}))
+    # Other files may be what the user meant, and preprocess may read them.
     advice = f"; {out.passed.line(READ_BY)}" if out.passed else ""
     if not paths:
         raise bad_data(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        out.is_unchanged = not write_lines(
-            target, _all(paths, each_line, out), overwrite, "--output-file"
-        )
+
+        out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
     return out
@@ -75,6 +77,7 @@ def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
         for line in documents(path, each_line, out):
             out.documents += 1
             yield line
+        # Megatron's line about its progress.
         if out.files % 1024 == 0:
             print("Merging at ", out.files, flush=True)
     if not out.documents:
@@ -88,6 +91,7 @@ def _passed_over(root: Path, read: set[Path]) -> SkipReport:
     for path, _ in walk(str(root), NameFilter(), passed):
         if root / path in read or (root / path).resolve() in read:
             continue
+        # Subfolders are not read, which a user may expect.
         if Path(path).suffix in ENDINGS:
             passed.note("in folders of this one")
         else:
@@ -101,6 +105,7 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     convert = text_to_json if is_text else require_object
     is_one = is_text and not each_line  # the file is a document
     with path.open("rb", buffering=limits.PIECE) as file:
+        # A text as a whole, or each line: in both cases as bytes, which JSON lines keep.
         content = [whole_text(file)] if is_one else lines(file)
         for number, line in enumerate(content, start=1):
             place = TextPlace(str(path)) if is_one else TextPlace(str(path), number)
@@ -108,6 +113,7 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
                 out.bad.count(too_long(place).reason, 1, str(place))
                 continue
             if number == 1:
+                # A mark of the encoding, which some editors write, is no part of the JSON.
                 line = line.removeprefix(BOM)
             document = convert(line, place)
             if isinstance(document, Rejected):

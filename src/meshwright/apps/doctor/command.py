@@ -34,9 +34,8 @@ def main(argv: list[str]) -> int:
         return DONE
     facts = [*doctor.examine(), *links]
     verdict = doctor.conclude(facts)
-    print(
-        json.dumps(doctor.as_dict(facts, verdict))
-        if c.json
-        else "\n".join(doctor.fact_table(facts, verdict))
-    )
+    if c.json:
+        print(json.dumps(doctor.as_dict(facts, verdict)))
+    else:
+        print("\n".join(doctor.fact_table(facts, verdict)))
     return UNAVAILABLE if doctor.is_fatal(facts) else DONE

@@ -35,9 +35,10 @@ from meshwright.runtime.ranks.connect import join_ranks, pick_backend
 from meshwright.runtime.ranks.links import Link, measure_links, slow_links, typical_link
 from meshwright.runtime.ranks.world import World
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
-# What packages bring that the installation has only with an extra, or on common machines only.
+# Packages that come with an extra, or only on common machines, and what each is good for.
 BRINGS = {
     "gigatoken": "encodes text about 30 times as fast",
     "numba": "builds the sample indices of large data faster",
@@ -61,6 +62,7 @@ IMPORT_NAMES = {"PyYAML": "yaml", "lm-eval": "lm_eval"}
 NETWORK = re.compile(r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|9p|afs|fuse\.|virtiofs")
 PIP = re.compile(r"(\S*python\S* -m )?pip install [^;]+")
 NAMES = 14  # columns of the names in the table
+RATE_SECONDS = 0.4  # in which products are counted
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def conclude(facts: list[Fact]) -> list[str]:
     fatal = [f"  {f.name}: {f.text}" for f in facts if f.level == "fatal"]
     if fatal:
         return ["Training cannot start here:", *fatal]
+    # The first device in the table is the one that a run takes.
     where = "the CPU"
     for f in facts:
         if "device" in f.values:
@@ -100,7 +103,7 @@ def conclude(facts: list[Fact]) -> list[str]:
     if bad := [f.name for f in facts if f.level == "problem"]:
         out.append(f"Worth mending, see the lines marked with !: {', '.join(bad)}.")
 
-    # What a command of pip would bring; one may bring several.
+    # Missing packages by the command of pip that brings them; one may bring several.
     missing: dict[str, list[str]] = {}
     for f in facts:
         if "install" in f.values:
@@ -134,7 +137,7 @@ def fact_table(facts: list[Fact], verdict: list[str]) -> list[str]:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text at words, but no command of pip, which is copied."""
+    """Break a text between words, but not within a command of pip, which readers copy."""
     joined = PIP.sub(lambda command: command[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
@@ -148,14 +151,18 @@ def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
     }
 
 
-# The program.
+# The program
 
 
 def _program() -> Iterator[Fact]:
     is_clone = PROJECT.is_file()
-    version, folder = our_version(), Path(__file__).parents[2]
-    text = f"{version}, {'a clone' if is_clone else 'installed'} in {folder}"
+    version = our_version()
+    folder = Path(__file__).parents[2]
+    how = "a clone" if is_clone else "installed"
+    text = f"{version}, {how} in {folder}"
     yield Fact("Program", "meshwright", text, values={"version": version})
+
+    # Python, which is older only where someone has forced the installation.
     python = platform.python_version()
     old = sys.version_info < (3, 10)
     text = f"{python}, {sys.executable}" + ("; 3.10 or later is needed" if old else "")
@@ -163,7 +170,7 @@ def _program() -> Iterator[Fact]:
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Fact("Program", "platform", text)
 
-    # Packages of the base installation: without some nothing starts, others one command imports.
+    # Packages of the base installation: nothing starts without some; others serve some commands.
     base = [name for name, extra in declared_packages().items() if not extra]
     others = sorted(set(base).difference(NEEDED, BRINGS, ["torch"]))
     how = "pip install ." if is_clone else "pip install --force-reinstall meshwright"
@@ -171,8 +178,10 @@ def _program() -> Iterator[Fact]:
         (NEEDED, "", "fatal"),
         (others, ", which some commands import", "problem"),
     ):
-        if missing := [name for name in names if not _is_installed(name)]:
-            yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
+        missing = ", ".join(name for name in names if not _is_installed(name))
+        if missing:
+            text = f"missing: {missing}{why}; {how}"
+            yield Fact("Program", "packages", text, level)
 
 
 def _is_installed(package: str) -> bool:
@@ -195,7 +204,7 @@ def declared_packages() -> dict[str, str]:
     return out
 
 
-# Devices.
+# Devices
 
 
 def _compute() -> Iterator[Fact]:
@@ -214,7 +223,7 @@ def _compute() -> Iterator[Fact]:
     for device in found:
         yield _accelerator(device)
 
-    # Driver and torch must be for each other.
+    # Driver and torch must fit each other.
     driver = devices.nvidia_driver()
     if found:
         if driver:
@@ -238,7 +247,9 @@ def _compute() -> Iterator[Fact]:
 
 def _host() -> Iterator[Fact]:
     # Cores, of which a container may have fewer, or a share of their time.
-    cores, all_cores, quota = host.cores(), os.cpu_count() or 1, host.cpu_quota()
+    cores = host.cores()
+    all_cores = os.cpu_count() or 1
+    quota = host.cpu_quota()
     limits = []
     if cores < all_cores:
         limits.append(f"of {all_cores}")
@@ -271,41 +282,34 @@ def _host() -> Iterator[Fact]:
 
 def _torch(version: str, kind: str) -> Fact:
     numbers = numbers_of(version)
-    text = f"{version}, built for {kind}" if kind != "CPU only" else f"{version}, for CPUs"
-    first, last = ("{}.{}".format(*v) for v in TESTED)
-    strange = not TESTED[0] <= numbers <= TESTED[1]
-    text += f"; Meshwright is tested with {first} to {last}" if strange else ""
-    return Fact(
-        "Compute",
-        "torch",
-        text,
-        "problem" if strange else "ok",
-        {"version": version, "build": kind},
-    )
+    text = f"{version}, for CPUs"
+    if kind != "CPU only":
+        text = f"{version}, built for {kind}"
+    level = "ok"
+    if not TESTED[0] <= numbers <= TESTED[1]:
+        level = "problem"
+        first, last = ("{}.{}".format(*v) for v in TESTED)
+        text += f"; Meshwright is tested with {first} to {last}"
+    return Fact("Compute", "torch", text, level, {"version": version, "build": kind})
 
 
 def _threads(threads: int) -> Fact:
-    said, cores = os.environ.get("OMP_NUM_THREADS"), host.cores()
+    said = os.environ.get("OMP_NUM_THREADS")
+    cores = host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
+    level = "ok"
     if threads > cores:
-        return Fact(
-            "Compute",
-            "threads",
-            f"{text}, more than {cores} cores; unset OMP_NUM_THREADS",
-            "problem",
-        )
-    if said and threads < cores / 2:
-        return Fact(
-            "Compute",
-            "threads",
-            f"{text}, fewer than {cores} cores; unset it for one process",
-            "note",
-        )
-    return Fact("Compute", "threads", text)
+        level = "problem"
+        text += f", more than {cores} cores; unset OMP_NUM_THREADS"
+    elif said and threads < cores / 2:
+        level = "note"
+        text += f", fewer than {cores} cores; unset it for one process"
+    return Fact("Compute", "threads", text, level)
 
 
 def _accelerator(device: Any) -> Fact:
-    memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
+    memory = devices.total_memory(device)
+    bf16 = devices.computes_bf16(device)
     text = f"{devices.device_name(device)}, {memory / GIB:.0f} GiB" + (
         ", bf16" if bf16 else "; no bf16, use --fp16"
     )
@@ -319,6 +323,7 @@ def _compilers() -> Iterator[Fact]:
         text = "missing: fused kernels and torch.compile do not run; pip install triton"
         yield Fact("Compute", "Triton", text, "problem")
         return
+    # Triton compiles its launchers with the first of these that is there.
     compiler = next(
         (c for c in (os.environ.get("CC"), "gcc", "clang", "cc") if c and shutil.which(c)), None
     )
@@ -350,19 +355,20 @@ def _speeds(where: list[Any]) -> Iterator[Fact]:
         yield Fact("Compute", "speed", f"{shown} measured, {name}", values={"flops": round(speed)})
 
 
-def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4) -> float:
+def _rate(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
     """Return how often a second `work` ends."""
     work()
     wait()
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
+    begin = time.perf_counter()
+    count = 0
+    while time.perf_counter() - begin < RATE_SECONDS:
         work()
         count += 1
         wait()
     return count / (time.perf_counter() - begin)
 
 
-# Links between ranks.
+# Links between ranks
 
 
 def examine_links(world: World) -> list[Fact]:
@@ -406,6 +412,7 @@ def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[F
             for link in slow[:3]
         ]
         more = f"; and {len(slow) - 3} more" if len(slow) > 3 else ""
+        # A rank that many slow links share is likelier the cause than each of the links.
         counts = Counter(rank for link in slow for rank in (link.a, link.b))
         rank, count = counts.most_common(1)[0]
         common = f"; rank {rank} is in {count} of {len(slow)} slow links" if count > 1 else ""
@@ -413,7 +420,7 @@ def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[F
         yield Fact("Links", "slow", text, "problem", {"slow": [[link.a, link.b] for link in slow]})
 
 
-# Packages.
+# Packages
 
 
 def _packages() -> Iterator[Fact]:
@@ -423,15 +430,16 @@ def _packages() -> Iterator[Fact]:
         if version:
             yield Fact("Extras", package, version, values={"version": version})
             continue
-        extra = extras.get(package)
-        root = (
-            ["-e", f"{PROJECT.parent}[{extra}]"] if PROJECT.is_file() else [f"meshwright[{extra}]"]
-        )
-        line = shlex.join([sys.executable, "-m", "pip", "install", *(root if extra else [package])])
+        # A package of an extra comes with it, in a version that is new enough.
+        wanted = [package]
+        if extra := extras.get(package):
+            is_clone = PROJECT.is_file()
+            wanted = ["-e", f"{PROJECT.parent}[{extra}]"] if is_clone else [f"meshwright[{extra}]"]
+        line = shlex.join([sys.executable, "-m", "pip", "install", *wanted])
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
 
 
-# Disks and limits.
+# Disks and limits
 
 
 def _storage() -> Iterator[Fact]:
@@ -446,46 +454,41 @@ def _storage() -> Iterator[Fact]:
             "problem",
         )
     for name, folder in folders.items():
-        kind, free = file_system(folder), shutil.disk_usage(folder).free
+        kind = file_system(folder)
+        free = shutil.disk_usage(folder).free
         text = f"{free / GIB:,.1f} GiB free" + (f", {kind}" if kind else "")
         if kind == "overlay":
             text += " (a container's own disk: it goes with the container)"
         elif NETWORK.match(kind):
             text += " (on a network: put --data-cache-path on a local disk)"
-        few = free < 2 * GIB
-        text += (
-            "; checkpoints need three times the model's size"
-            if few and name == "this folder"
-            else ""
-        )
-        yield Fact(
-            "Disk", name, text, "problem" if few else "ok", {"free": free, "file_system": kind}
-        )
+        level = "ok"
+        if free < 2 * GIB:
+            level = "problem"
+            if name == "this folder":
+                text += "; checkpoints need three times the model's size"
+        yield Fact("Disk", name, text, level, {"free": free, "file_system": kind})
     yield _write_speed(Path.cwd())
     with contextlib.suppress(ImportError, ValueError):
         import resource
 
+        # The hard limit, up to which a run raises its own.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        is_limited = hard != resource.RLIM_INFINITY
-        few = is_limited and hard < 4096
-        text = f"up to {hard:,}" if is_limited else "no limit"
-        text += "; blends of many files need more, see `ulimit -Hn`" if few else ""
-        yield Fact("Disk", "open files", text, "problem" if few else "ok", {"limit": hard})
+        text = f"up to {hard:,}"
+        level = "ok"
+        if hard == resource.RLIM_INFINITY:
+            text = "no limit"
+        elif hard < 4096:
+            level = "problem"
+            text += "; blends of many files need more, see `ulimit -Hn`"
+        yield Fact("Disk", "open files", text, level, {"limit": hard})
     with contextlib.suppress(OSError):
         size = shutil.disk_usage("/dev/shm").total
-        few = size < 256 * MIB
-        hint = (
-            "; several GPUs exchange data there: start the container with --shm-size=1g"
-            if few
-            else ""
-        )
-        yield Fact(
-            "Disk",
-            "/dev/shm",
-            f"{size / GIB:.1f} GiB{hint}",
-            "note" if few else "ok",
-            {"size": size},
-        )
+        text = f"{size / GIB:.1f} GiB"
+        level = "ok"
+        if size < 256 * MIB:  # a container's default is 64
+            level = "note"
+            text += "; several GPUs exchange data there: start the container with --shm-size=1g"
+        yield Fact("Disk", "/dev/shm", text, level, {"size": size})
 
 
 def _write_speed(folder: Path) -> Fact:
@@ -496,6 +499,7 @@ def _write_speed(folder: Path) -> Fact:
             for _ in range(32):
                 file.write(block)
             file.flush()
+            # Until it is on the disk, as a checkpoint is before it counts.
             os.fsync(file.fileno())
             speed = 32 * MIB / (time.perf_counter() - begin)
     except OSError as error:
@@ -520,6 +524,9 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
         for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
             _, place, found, *_ = line.split()
             place = place.replace("\\040", " ")
+            # The longest path is the innermost mount; of two at one place the later one hides the
+            # other.
             if len(place) >= len(best) and (folder / "x").is_relative_to(place):
-                best, kind = place, found
+                best = place
+                kind = found
     return kind

@@ -33,6 +33,7 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
     out = []
     for folder in folders:
         mirror.fetch(folder)
+        # Only whole steps are listed, so a run that is still saving can be scored.
         complete = sorted(steps.list_steps(folder))
         wanted = complete if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(complete)):
@@ -72,10 +73,11 @@ def score_text(
 ) -> list[Result]:
     """Score `count` documents; `stride` is that of overlapping windows (none: half the length)."""
     length = m.seq_length
+    # By half the length, each token beyond the first window has at least that much context.
     stride = min(stride or max(1, length // 2), length)
 
-    # The bar counts documents, and what is scored are windows: each advances it by its share.
-    shares = collections.deque[float]()  # of a document, for each window that is not scored
+    # The bar counts documents, but windows are scored: each advances it by its share of a document.
+    shares = collections.deque[float]()  # of the windows that are not scored yet, in order
 
     def cut() -> Documents:
         for ids, size in documents:
@@ -104,7 +106,7 @@ def score_text(
 
 
 class TaskScorer:
-    """Scores named tasks, which are cut into windows once for models of one run and length."""
+    """A scorer of named tasks, which are cut into windows once for models of one run and length."""
 
     def __init__(
         self,
@@ -119,10 +121,11 @@ class TaskScorer:
         self.batch = batch
         self.every = every
         self.limit = limit
-        # by folder and sequence length
+        # By folder and sequence length.
         self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
+        # All steps of a run have one vocabulary, so their windows are the same.
         key = folder, m.seq_length
         if key not in self.prepared:
             tasks = []
@@ -140,6 +143,7 @@ class TaskScorer:
                 scorer = log_batches(scorer, self.every)
             values = task.score(scorer, m.seq_length, self.batch)
         assert values is not None
+        # The sum is finite only if each measure is.
         require_finite(sum(values.values()))
         console.say(task.line(values))
         facts = task.facts | {"seconds": round(time.perf_counter() - began, 3)}
@@ -152,6 +156,7 @@ def log_batches(scorer: Scorer, every: int) -> Scorer:
 
     def score(batches: list[WindowBatch]) -> Tensor:
         nonlocal done
+        # Megatron counts batches from 0 over the whole task, so the count goes on between calls.
         for number in range(done, done + len(batches)):
             if number % every == 0:
                 console.say(f"> working on iteration: {number}")

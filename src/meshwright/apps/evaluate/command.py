@@ -40,9 +40,9 @@ from meshwright.training.tasks import find_task
 if TYPE_CHECKING:
     from meshwright.generation.language_model import LanguageModel
 
-# what scores a model, and is given the folder of its run
+# A function that scores a model, given the folder of its run.
 Measure = Callable[["LanguageModel", str], Iterable[Result]]
-# by --task and its flags
+# Megatron's tasks by the words that ask for them: --task and the flags that change it.
 OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}
 
 
@@ -131,12 +131,14 @@ class EvaluateConfig(ReadConfig):
 
     def problems(self) -> list[Problem]:
         e = self.evaluate
+        # The checks of reading look at --load; the first folder stands for all.
         loading = with_settings(self, load=next(iter(self.folders), None))
         out = checks.reading_problems(loading, "evaluate", copies=True)
         out += self.choice_problems()
         out += self.value_problems()
         out += self.owner_problems()
         out += checks.eval_tasks_problems(self.logging)
+        # A task's name is known to be right only if nothing was found so far.
         if e.limit and not out:
             for name in self.tasks:
                 if why := find_task(name).no_limit:
@@ -162,6 +164,7 @@ class EvaluateConfig(ReadConfig):
             "eval_tasks": self.logging.eval_tasks,
         }
         chosen = [name for name, value in given.items() if value]
+        # A file of text in the place of a checkpoint is a common slip.
         texts = [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]
         if len(chosen) > 1:
             out.append(Problem(tuple(chosen), f"{named(chosen)} cannot be combined; give one"))
@@ -182,11 +185,12 @@ class EvaluateConfig(ReadConfig):
         e = self.evaluate
         out = []
         if e.task and len(e.valid_data) != 1:
-            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
+            number = len(e.valid_data)
+            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {number}; name the file"
             out.append(Problem(("task", "valid_data"), text))
         if e.steps not in (None, "all"):
-            numbers = [number.strip() for number in str(e.steps).split(",")]
-            if not all(number.isdigit() for number in numbers):
+            numbers = str(e.steps).split(",")
+            if not all(number.strip().isdecimal() for number in numbers):
                 text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
                 out.append(Problem(("steps",), text))
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
@@ -218,10 +222,13 @@ ABOUT = f"""Score text with a model. Every token counts, a document's first one 
 
 
 def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_rank_0: bool) -> ReadingTask:
-    c, e = parsed.config, parsed.config.evaluate
+    c = parsed.config
+    e = c.evaluate
     folders = step_folders(c.folders, e.steps)
+    # Rank 0 alone reads text; the others score what it hands out.
     texts = read_input(e) if e.input and is_rank_0 else []
     batch = int(c.training.micro_batch_size or 8)
+    # Token files are scored whole, unless --split is given.
     is_divided = parsed.sources["split"] != "default"
     scoring = Scoring(e, folders, choose_measure(c, texts, is_divided, batch))
     what = "tasks"
@@ -284,22 +291,26 @@ def choose_measure(c: EvaluateConfig, texts: list[str], is_divided: bool, batch:
         if c.data.data_path:
             documents, count = read_token_files(c.data, m.tokenizer, is_divided, e.limit)
         else:
-            documents, count = encode_documents(m.tokenizer, texts), len(texts)
+            documents = encode_documents(m.tokenizer, texts)
+            count = len(texts)
         return score_text(m, run, documents, count, stride, batch)
 
     return measure
 
 
 class Scoring:
-    """Scores one checkpoint after the other, keeps the results and prints them."""
+    """The scoring of one checkpoint after the other, with the results so far."""
 
     def __init__(self, e: Evaluate, folders: list[str], measure: Measure) -> None:
-        self.flags, self.measure = e, measure
-        self.several, self.waiting = len(folders) > 1, iter(folders)
+        self.flags = e
+        self.measure = measure
+        self.several = len(folders) > 1
+        self.waiting = iter(folders)  # in the order in which their models are loaded
         self.results: list[Result] = []
 
     def work(self, m: LanguageModel) -> None:
         """Score the next folder's model, and print the results unless a table of all follows."""
+        # Models come in the order of the folders, one at a time.
         run = str(steps.split_path(next(self.waiting))[0])
         results = [*self.measure(m, run)]
         if not results:
@@ -316,6 +327,7 @@ class Scoring:
         """Print and write the results of all checkpoints at the end of the block."""
         yield
         e = self.flags
+        # A table compares checkpoints; each has been printed if there is one, or as JSON.
         if self.several and not e.json:
             print("\n\n".join(tabulate(results) for results in by_task(self.results)))
         if e.results_path:

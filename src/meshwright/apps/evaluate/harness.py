@@ -37,7 +37,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def __init__(self, model: LanguageModel, seed: int, batch: int) -> None:
         super().__init__()
-        self.model, self.seed, self.batch = model, seed, batch
+        self.model = model
+        self.seed = seed
+        self.batch = batch
 
     @property
     def eot_token_id(self) -> int:
@@ -53,7 +55,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         with progress_bar("scoring", len(windows), "percent") as advance:
             scorer = shown_scorer(self.model, advance)
             scores = score_windows(scorer, windows, self.model.seq_length, self.batch)
-            values = torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores])
+            none = torch.empty(0, 2, dtype=torch.float64)  # of no window at all
+            values = torch.cat([none, *scores])
         require_finite(float(values[:, 0].sum()))
         return values.tolist()
 
@@ -73,18 +76,22 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         out = []
         for request, window, (nats, hits) in zip(requests, windows, scores, strict=True):
             out.append((-nats, hits == window.counted))
+            # The harness keeps answers if it is asked to, so that it can go on after a stop.
             self.cache_hook.add_partial("loglikelihood", request[0], out[-1])
         return out
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in windows that do not overlap."""
         length = self.model.seq_length
-        windows, counts = list[Window](), list[int]()
+        windows = list[Window]()
+        counts = list[int]()
         for request in requests:
+            # All windows of all texts are scored at once, and dealt out again by their numbers.
             own = list(document_windows(self.after_end(request.args[0]), length, length))
             windows += own
             counts.append(len(own))
-        scores, out = iter(self.score(windows)), []
+        scores = iter(self.score(windows))
+        out = []
         for request, n in zip(requests, counts, strict=True):
             out.append(-sum(next(scores)[0] for _ in range(n)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, out[-1])
@@ -93,8 +100,10 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt, up to a stop string."""
         length = self.model.seq_length
-        for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
+        # Answers have no loss by which damaged weights would be seen: score the first prompt.
+        for request in requests[:1]:
             self.score([Window(self.after_end(request.args[0])[: length + 1])])
+        # All prompts are decoded together, each with the options of its task.
         asked = list[Request]()
         for request in requests:
             context, task_options = request.args
@@ -109,9 +118,10 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             sampling = {name: options[name] for name in SAMPLING if options.get(name)}
             chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
             until = tuple(text for text in options["until"] if text)
+            # Of a prompt that is too long, only the end is read, as by the harness' own backend.
             ids = self.tok_encode(context)[-room:]
-            # Decoded without the prompt, as the harness' own backend does: a vocabulary that begins
-            # a word with a space then loses the first one.
+            # An answer is decoded without the prompt, as by the harness' own backend: with a
+            # vocabulary whose words begin with a space, its first space is lost.
             asked.append(Request(ids, chosen, self.seed, len(asked), until, is_alone=True))
         texts = [text.text for text in complete(self.model, asked, self.batch)]
         for request, text in zip(requests, texts, strict=True):
@@ -132,6 +142,7 @@ def score_harness(
     """Yield the result of each task and group, with what identifies the measurement."""
     manager = TaskManager(include_path=path)
     wanted = [name.strip() for name in names.split(",")]
+    # An unknown name is an error here, whatever the others are.
     for name in wanted:
         if not manager.match_tasks([name]):
             raise SettingsError(
@@ -152,8 +163,10 @@ def score_harness(
         for key, value in row.items():
             if "," in key and isinstance(value, int | float):
                 values[key.removesuffix(",none")] = float(value)
+        # Standard errors are shown, but are no headline.
         measures = [key for key in values if "stderr" not in key]
-        for key in measures:  # not of the standard error, which one question has none of
+        # Standard errors are not looked at: a single question has none.
+        for key in measures:
             require_finite(values[key], f"{key} of {name}")
         facts = {
             "few_shot": report["n-shot"].get(name),

@@ -60,7 +60,9 @@ def last_word(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
     word = text.split()[-1]
     context = text[: text.rfind(word)].strip()
     before = tokenizer.encode(context) or [tokenizer.eod]
-    return [label_window(before, tokenizer.encode_inside(" " + word), file.length)]
+    # The word as it is written within a text: with the space before it.
+    label = tokenizer.encode_inside(" " + word)
+    return [label_window(before, label, file.length)]
 
 
 def measure_words(scored: Scored[str]) -> dict[str, float]:
@@ -69,7 +71,10 @@ def measure_words(scored: Scored[str]) -> dict[str, float]:
     The perplexity is that of whole words, as in lm-evaluation-harness: exp of the mean loss of a
     passage.
     """
-    correct, loss = int((scored.hits == scored.counted).sum()), float(scored.nats.mean())
+    # A passage is right if each of its counted tokens is.
+    correct = int((scored.hits == scored.counted).sum())
+    loss = float(scored.nats.mean())
+    # A loss that is not finite stays visible; one that is too large for exp is cut off.
     perplexity = math.exp(min(loss, 700)) if math.isfinite(loss) else loss
     examples = len(scored.documents)
     return {

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from meshwright.parallel.window_losses import Scorer
 
 
+MEASURES = ("loss", "perplexity", "bits_per_byte")
+COUNTS = ("documents", "tokens", "bytes")
+
+
 @dataclass(frozen=True, repr=False)
 class Score:
     """Sums over all documents, and the measures made of them."""
@@ -32,7 +36,7 @@ class Score:
     tokens: int
     bytes: int
     documents: int
-    # nats per token by ranges of places in a window
+    # Nats per token by ranges of positions in a window.
     by_position: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -42,6 +46,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
+        # The exponential of more is beyond float64.
         return math.exp(min(self.loss, 700))
 
     @property
@@ -49,10 +54,9 @@ class Score:
         return self.total_loss / math.log(2) / self.bytes
 
     def __repr__(self) -> str:
-        measures = f"loss={self.loss:.4f}, perplexity={self.perplexity:.4f}"
-        measures += f", bits_per_byte={self.bits_per_byte:.4f}"
-        counts = f"documents={self.documents:,}, tokens={self.tokens:,}, bytes={self.bytes:,}"
-        return f"Score({measures}, {counts})"
+        parts = [f"{name}={getattr(self, name):.4f}" for name in MEASURES]
+        parts += [f"{name}={getattr(self, name):,}" for name in COUNTS]
+        return f"Score({', '.join(parts)})"
 
 
 def score_texts(
@@ -89,6 +93,7 @@ def read_token_files(
                 raise SettingsError(f"{{data_path={source.prefix}}}: there is no {file}", BAD_DATA)
         indexed = Indexed(source.prefix)
         check_vocabulary(indexed, tokenizer.size)
+        # Documents, or those of the validation part, as a training would divide them.
         chosen = range(len(indexed.doc_idx) - 1)
         if divided:
             begin, end = split_bounds(d.split, len(chosen), d.split_arithmetic)[1:3]
@@ -99,7 +104,8 @@ def read_token_files(
         for indexed, chosen in parts:
             for document in chosen:
                 ids = indexed.document(document).tolist()
-                while ids and ids[-1] == tokenizer.eod:  # of --append-eod
+                # The ends of documents that --append-eod wrote are no text.
+                while ids and ids[-1] == tokenizer.eod:
                     ids.pop()
                 yield ids, len(tokenizer.decode_bytes(ids))
 
@@ -127,6 +133,7 @@ def score_documents(
     def read() -> Iterator[Window]:
         nonlocal tokens, size, number
         for own, bytes_of_text in documents:
+            # An end of document comes first, so that the first token is predicted too.
             ids = [eod, *own]
             number += 1
             tokens += len(own)
@@ -141,11 +148,14 @@ def score_documents(
     totals = []
     for values in score_windows(scorer, read(), length, batch, ranges=len(names)):
         totals.append(float(values[:, 0].sum()))
+        # The first column of the scores is the sum, the second the hits, then sums by range.
         nats = [a + b for a, b in zip(nats, values[:, 2:].sum(0).tolist(), strict=True)]
+    # The exact sum: a plain one would round once more for each batch.
     total = math.fsum(totals)
     if not tokens:
         raise bad_data("there is no text to score")
     require_finite(total)
+    # Short documents reach no later range.
     by_position = {}
     for name, loss, count in zip(names, nats, counts, strict=True):
         if count:

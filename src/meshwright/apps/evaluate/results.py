@@ -43,6 +43,7 @@ class Result:
                 "task": self.task,
                 "values": values,
             } | self.facts
+        # Text and token files have no task, so their measures lie beside the step.
         out = {"step": self.step} | values | self.facts
         if self.by_position:
             out["by_position"] = json_ready(self.by_position)
@@ -58,7 +59,9 @@ def format_value(value: Any) -> str:
 def list_result(result: Result) -> str:
     """Return the figures of one checkpoint, a line each."""
     figures = {"step": result.step} | result.values | result.facts
-    figures |= {f"loss at {positions}": loss for positions, loss in result.by_position.items()}
+    for positions, loss in result.by_position.items():
+        figures[f"loss at {positions}"] = loss
+    # At least 16 columns, so that results of several tasks are aligned, mostly.
     width = max(16, *map(len, figures))
     lines = []
     for name, value in figures.items():
@@ -75,17 +78,20 @@ def tabulate(results: Sequence[Result]) -> str:
     first = results[0]
     rows = [["folder", "step", *map(with_spaces, first.values)]]
     for r in results:
-        rows.append([r.folder, format_value(r.step), *map(format_value, r.values.values())])
+        numbers = map(format_value, (r.step, *r.values.values()))
+        rows.append([r.folder, *numbers])
+    # Steps of one run need no folder.
     if len({r.folder for r in results}) == 1:
         rows = [row[1:] for row in rows]
     lines = align_columns(rows, to_the_right=True)
 
+    # The facts that all have in common are said once, in a line above.
     facts = []
     for name, value in first.facts.items():
-        if name != "seconds":  # which differ by checkpoint
+        if name != "seconds":  # each checkpoint has its own
             facts.append(f"{with_spaces(name)} {format_value(value)}")
     head = f"{first.task or 'text'}: {'; '.join(facts)}"
-    return "\n".join([head, *(f"  {line}" for line in lines)])
+    return "\n  ".join([head, *lines])
 
 
 def by_task(results: Sequence[Result]) -> list[list[Result]]:
@@ -117,6 +123,7 @@ def draw_results(results: Sequence[Result], path: str) -> None:
         axes.set_title(title, color=plot.INK, fontsize=10)
         for number, folder in enumerate(folders):
             style = style_of(number)
+            # A line for each run, from left to right whatever the order of the steps.
             of_folder = [r for r in of_task if r.folder == folder]
             of_folder.sort(key=lambda r: r.step)
             axes.plot(

@@ -19,6 +19,7 @@ def read_documents(path: str) -> Iterator[str]:
     from meshwright.data.text.reading import read_texts
 
     is_empty = True
+    # An empty text has no token to score.
     for text in filter(None, read_texts(TextInputs(input=[path]))):
         is_empty = False
         yield text
@@ -34,6 +35,7 @@ def cut_document(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window
 def measure_documents(scored: Scored[str]) -> dict[str, float]:
     size = sum(len(text.encode()) for text in scored.documents)
     count = len(scored.documents)
+    # The same measures as of text that is given by --input.
     score = Score(float(scored.nats.sum()), int(scored.counted.sum()), size, count)
     return {
         "loss": score.loss,

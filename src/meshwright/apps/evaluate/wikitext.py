@@ -18,8 +18,9 @@ from meshwright.training.tasks import Metric, Scored, Task, TaskFile
 if TYPE_CHECKING:
     from meshwright.data.tokenizers import Tokenizer
 
-# What is replaced by what, in this order; a pattern may span lines. All tables are those of
-# Megatron's evaluation, with whose numbers ours are compared.
+# Patterns and their replacements, applied in this order; a pattern may span lines. All tables are
+# those of Megatron's evaluation, with whose numbers ours are compared, slips such as `/' [0-9]/`
+# included.
 WIKITEXT_MARKS = [
     (r"s '", "s'"),
     (r"/' [0-9]/", "/'[0-9]/"),
@@ -69,6 +70,7 @@ def detokenize(text: str, table: str) -> str:
 
 def read_text(path: str) -> list[str]:
     try:
+        # Ends of lines stay as they are, since bytes and words of the file are counted.
         with open(path, encoding="utf-8", newline="") as file:
             return [file.read()]
     except UnicodeDecodeError as e:
@@ -78,12 +80,14 @@ def read_text(path: str) -> list[str]:
 
 
 def cut_text(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
-    ids = list(tokenizer.encode(detokenize(text, pick_table(file.path))))
+    table = pick_table(file.path)
+    ids = list(tokenizer.encode(detokenize(text, table)))
     words = count_words(text)
     if len(ids) < 2 or words < 2:
         raise bad_data(
             f"{file.path} has {words} words and {len(ids)} tokens; there is nothing to predict"
         )
+    # Windows begin at multiples of the stride, as Megatron's do, and each counts its new tokens.
     spans = window_spans(len(ids) - 1, file.length, file.stride, at_multiples=True)
     return [Window(ids[begin : end + 1], first - begin) for begin, first, end in spans]
 
@@ -98,9 +102,11 @@ def measure_text(scored: Scored[str]) -> dict[str, float]:
     predictions = int(scored.counted.sum())
     words = count_words(text)
     loss = total / predictions
+    # The first token and the first word are not predicted. Adjusted, the loss is one of a word.
     ratio = predictions / (words - 1)
     return {
         "loss": loss,
+        # Megatron's limit, beyond which no model is compared.
         "perplexity": math.exp(min(20.0, loss)),
         "adjusted_perplexity": math.exp(min(20.0, loss * ratio)),
         "bits_per_byte": total / math.log(2) / len(text.encode()),
@@ -135,7 +141,7 @@ WIKITEXT = Task(
     measure=measure_text,
     describe=describe_wikitext,
     words=megatrons_words,
-    stride=32,  # of Megatron's --overlapping-eval
+    stride=32,  # the default of Megatron's --overlapping-eval
     no_limit="WikiText is one text",
     megatron="WIKITEXT103",
     source="""wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip

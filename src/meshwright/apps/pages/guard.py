@@ -34,7 +34,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Observe = Callable[[str, int, float], None]  # path, status and seconds of an answer
 
-# bytes of a refused body that are read, so that the answer arrives, and seconds without any
+# How much of a refused body is read so that the answer arrives: bytes, and seconds without any.
 LEFTOVER = 256 << 20, 1.0
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -96,6 +96,7 @@ def check_caller(
 
     `names` are the server's own, in lower case; `hint` says what to do about another.
     """
+    # A name that another site's owner points at this machine is not one of ours.
     host = headers.get(b"host", b"").decode("latin-1")
     if not is_own_host(host, names):
         message = f"the Host header is {host[:100]!r}, which is not this server; {hint}"
@@ -122,6 +123,7 @@ def is_own_host(host: str, names: Collection[str]) -> bool:
         urlsplit(f"//{host}").port  # noqa: B018 - raises if it is no number
     except ValueError:
         return False
+    # A bare address cannot be pointed elsewhere by anyone's name server.
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name)
         return True
@@ -149,10 +151,15 @@ class RequestGuard:
     def __init__(
         self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore
     ) -> None:
-        self.app, self.limits, self.open_paths, self.observe = app, limits, open_paths, observe
+        self.app = app
+        self.limits = limits
+        self.open_paths = open_paths
+        self.observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status, is_read = time.monotonic(), 0, False
+        began = time.monotonic()
+        status = 0
+        is_read = False
 
         async def reply(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -175,6 +182,7 @@ class RequestGuard:
                 refused = as_refused(error)
                 if status:  # the answer has begun: cut it off
                     raise
+                # What nobody foresaw goes to the log; the client is told no more than that.
                 if refused.status == 500 and refused is not error:
                     traceback.print_exc(file=sys.stderr)
                 await self._refuse(refused, None if is_read else receive, reply)
@@ -195,13 +203,15 @@ class RequestGuard:
                 raise Refusal(f"duplicate header {name.decode()}; send it once")
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refusal(f"HTTP/{scope['http_version'][:9]} is not supported; use HTTP/1.1")
+        # The first of several headers of a name counts.
         headers = dict(reversed(pairs))
+        # Servers and proxies disagree about which of the two counts, which hides requests.
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise Refusal(
                 "content-length and transfer-encoding cannot be combined; send one of them"
             )
         self.limits.check(scope, headers, self.open_paths)
-        # h11 has checked that it is a number
+        # That it is a number, h11 has checked.
         if int(headers.get(b"content-length", b"0")) > self.limits.body:
             raise too_large(self.limits.body)
 

@@ -16,6 +16,7 @@ def escape(value: object) -> str:
 
 
 def document(title: str, parts: Iterable[str], head: Sequence[str] = ()) -> str:
+    # In the page itself, so that it looks the same wherever it is opened.
     css = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     top = [
         "<!doctype html>",

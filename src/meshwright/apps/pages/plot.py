@@ -54,9 +54,16 @@ def draw_line(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: 
         marker = "." if len(y) <= 30 else ""
         axes.plot(*thin(x, y), color=colour, ls=line, lw=1.2, marker=marker)
         return 1
+
+    # The values themselves, faintly, and over them the median of a fiftieth on each side.
     half = max(1, len(y) // 50)
     axes.plot(*thin(x, y), color=colour, lw=0.6, alpha=0.4)
-    axes.plot(*running_median(x, y, half), color=colour, ls=line, lw=1.6)
+    axes.plot(
+        *running_median(x, y, half),
+        color=colour,
+        ls=line,
+        lw=1.6,
+    )
     return 2 * half + 1
 
 

@@ -34,6 +34,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # Each costs a descriptor, of which a process has few.
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
         self._watch(fresh=True)
@@ -56,7 +57,8 @@ class LimitedProtocol(H11Protocol):
 
     def _watch(self, fresh: bool = False) -> None:
         """Start the clock of a header or a body when it begins; bytes do not set it back."""
-        state, phase = self.conn.their_state, self._phase
+        state = self.conn.their_state
+        phase = self._phase
         if state is h11.SEND_BODY:
             phase = "body"
         elif state is not h11.IDLE:
@@ -65,13 +67,15 @@ class LimitedProtocol(H11Protocol):
             phase = "header"
         elif phase == "body":  # between two requests uvicorn's own time-out applies
             phase = None
+        # The clock runs on from the first byte, so sending slowly gains nothing.
         if phase == self._phase:
             return
         if self._reading is not None:
             self._reading.cancel()
-        self._phase, self._reading = phase, None
+        self._phase = phase
+        self._reading = None
         if phase and not self.transport.is_closing():
-            # the application, which waits for it, answers first
+            # A body gets a second more: the application waits as long for it, and answers first.
             seconds = self.seconds + (phase == "body")
             self._reading = self.loop.call_later(seconds, self._expire)
 
@@ -88,6 +92,7 @@ class LimitedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        # The reader takes nothing, and answers would pile up in memory.
         self._writing = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -148,11 +153,13 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        self.force_exit, self.should_exit = self.should_exit, True
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def make_server(app: Any, read_timeout: float) -> HttpServer:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the guard reports errors
+    # uvicorn makes the protocols itself, so the limit is an attribute of their class.
     limited = type("LimitedProtocol", (LimitedProtocol,), {"seconds": read_timeout})
     config = uvicorn.Config(
         app,

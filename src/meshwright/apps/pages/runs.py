@@ -21,5 +21,6 @@ def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the settings that differ, paths last: those differ almost always and rarely matter."""
     endings = ("_path", "_dir", "_file")
     names = flags.differing(settings)
+    # A stable sort: within both groups the order of the flags stays.
     names.sort(key=lambda name: name in ("save", "load") or name.endswith(endings))
     return {name: [values.get(name) for values in settings] for name in names}

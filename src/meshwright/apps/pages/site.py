@@ -38,6 +38,7 @@ def make_site(
 
 
 def answer_with_file(package: str, name: str) -> Callable[[Request], Awaitable[Response]]:
+    # Read once, at the start: a file that is missing fails there.
     content = importlib.resources.files(package).joinpath(name).read_bytes()
     kind = TYPES[name.rpartition(".")[2]]
 
@@ -54,6 +55,7 @@ def json_response(value: object, status: int = 200) -> Response:
 async def refuse_path(request: Request, error: Exception) -> Response:
     """Raise what the guard writes in JSON; starlette would answer in plain text."""
     assert isinstance(error, HTTPException)
+    # starlette's own words say neither the path nor what to do.
     messages = {
         404: f"there is no path {request.url.path[:100]}",
         405: f"{request.method[:20]} is not for this path",

@@ -43,4 +43,5 @@ def style_of(number: int) -> Style:
     again = number // len(COLOURS)
     line = RUN_LINES[(number + again) % len(RUN_LINES)]
     marker = MARKERS[number % len(MARKERS)]
-    return Style(COLOURS[number % len(COLOURS)], *line, *marker)
+    colour = COLOURS[number % len(COLOURS)]
+    return Style(colour, *line, *marker)

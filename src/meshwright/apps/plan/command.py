@@ -43,8 +43,8 @@ DIVIDING = (
     "zero_stage",
 )
 GPT2_VOCABULARY = 50_257
-MOST_DEVICES = 16_384  # that are tried where a run does not fit
-ENOUGH_SECONDS = 3.0  # for each kind of these trials
+MOST_DEVICES = 16_384  # the most that are tried where a run does not fit
+ENOUGH_SECONDS = 3.0  # for each series of such trials: near the given number, powers of two ...
 DRAWN = 40  # layouts in the picture of a search
 
 
@@ -107,8 +107,9 @@ class LayoutPlanConfig(TrainConfig):
         p = self.plan
         out = []
         if p.gpus and self.parallel.world_size not in (None, p.gpus):
-            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')} are one setting; give one"
-            out.append(Problem(("gpus", "world_size"), both))
+            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')}"
+            text = f"{both} are one setting; give one"
+            out.append(Problem(("gpus", "world_size"), text))
         if p.write and not p.write.endswith(".toml"):
             text = f"{stated(p, 'write')} writes settings in TOML; give a name that ends in .toml"
             out.append(Problem(("write",), text))
@@ -121,9 +122,10 @@ class LayoutPlanConfig(TrainConfig):
     def run(self) -> TrainConfig:
         """The training, with what a plan does not need filled in."""
         c = TrainConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)})
-        open_settings: dict[str, Any] = (
-            {} if self.plan.gpus is None else {"world_size": self.plan.gpus}
-        )
+        open_settings: dict[str, Any] = {}
+        if self.plan.gpus is not None:
+            open_settings["world_size"] = self.plan.gpus
+        # `auto` tries sizes on a device, which a plan does not have.
         if c.training.micro_batch_size in (None, "auto") and not c.training.num_accumulation_steps:
             open_settings["micro_batch_size"] = 1
         return with_settings(c, **open_settings, **unneeded(c))
@@ -153,6 +155,7 @@ def main(argv: list[str]) -> int:
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return DONE
+    # The architecture of a loaded checkpoint is part of its folder.
     if parsed.config.checkpoint.load:
         from meshwright.training.before.resolve import complete_settings
 
@@ -190,12 +193,13 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources)).measured()
 
     # A layout is searched if the flags name no part of it, or if it is asked for.
-    given, found = given_settings(parsed), None
+    given = given_settings(parsed)
+    found = None
     searches = asked.search
     if searches is None:
         searches = not given.intersection(DIVIDING)
     if searches:
-        # a tenth of its time: it makes many objects, and hardly any cycles
+        # Garbage collection would take a tenth of the time, and a search makes hardly any cycles.
         with host.collector_off():
             prediction, found = search(prediction, given, asked)
     else:
@@ -215,14 +219,14 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     if found is not None:
         config = with_settings(config, **half_precision(config, given, machine))
         freedom = Freedom(given)
-    else:
+    else:  # the layout was given, so it is kept
         freedom = Freedom(given.union(describe.LAYOUT))
     enough, tried = find_enough(dataclasses.replace(prediction, config=config), freedom)
     return dataclasses.replace(plan, enough=enough, tried=tried)
 
 
 def take_devices(problem: Problem) -> Problem:
-    """Return a problem of the number of ranks with plan's flag in place of a launch."""
+    """Return a problem that names plan's --gpus where the checks of train propose a launch."""
     text = re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem.text)
     return dataclasses.replace(problem, text=text)
 
@@ -233,7 +237,8 @@ def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
     Numbers are tried by their distance up to twice the given one, then powers of two and what is
     between them, each for ENOUGH_SECONDS at most.
     """
-    count, tried = start.config.world, [0]
+    count = start.config.world
+    tried = [0]
 
     def first_enough(numbers: Iterable[int]) -> int | None:
         for number in in_time(numbers):
@@ -243,13 +248,16 @@ def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
                 return number
         return None
 
+    # Near the given number any count may be what someone has.
     near: list[int] = []
     for distance in range(1, count):
         near += [count + distance, count - distance]
     if enough := first_enough([*near, 2 * count]):
         return enough, max(tried)
+    # Further away powers of two come first: most layouts divide them.
     powers = (1 << n for n in range(count.bit_length() + 1, MOST_DEVICES.bit_length()))
     if enough := first_enough(powers):
+        # Something between the power before and this one may be enough too.
         below = max(number for number in tried if number < enough)
         return first_enough(range(below + 1, enough)) or enough, enough
     return None, max(tried)
@@ -269,9 +277,11 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 
     A preset's or recipe's batch sizes, and the defaults that a run's config.toml lists, are free.
     """
-    ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
+    ours = flags.to_dict(parsed.config)
+    defaults = flags.to_dict(TrainConfig())
     out = set()
     for name, source in parsed.sources.items():
+        # Where each value comes from, as `--print-config` writes it.
         is_typed = source.startswith("command line")
         is_free = source.startswith(("default", "preset", "recipe"))
         is_changed = name in defaults and ours[name] != defaults[name]
@@ -282,7 +292,8 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 
 def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
     """Return the number of ids: that of the flags or the data, else that of the preset's source."""
-    t, d = config.tokenizer, config.data
+    t = config.tokenizer
+    d = config.data
     is_named = t.tokenizer or t.vocab_file or t.tokenizer_model
     if is_named or d.data_path or d.train_data_path or config.checkpoint.load:
         from meshwright.training.before.resolve import find_vocabulary
@@ -298,7 +309,8 @@ def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
 
 def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
     """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
-    config, machine = start.config, start.machine
+    config = start.config
+    machine = start.machine
     if config.training.global_batch_size is None:
         raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))
@@ -306,9 +318,9 @@ def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[
     found = Search(machine, start.vocabulary, freedom, asked.best).run(config)
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
-        reasons = [
-            Problem((), f"{count:,} x {reason}") for count, reason in found.refusals.listed()
-        ]
+        reasons = []
+        for count, reason in found.refusals.listed():
+            reasons.append(Problem((), f"{count:,} x {reason}"))
         near = near_flags(start, freedom, config)
         cure = f"take {' or '.join(near)}" if near else "take another number of devices"
         none = Problem((), f"no layout of {config.world:,} devices is legal; {cure}")
@@ -327,12 +339,15 @@ def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list
     def next_number(numbers: Iterable[int]) -> list[str]:
         """Return the first of these numbers that has a legal layout, if it is found in time."""
         for number in in_time(numbers):
+            # One micro-batch that some shape can share out is enough for a legal layout.
             legal = layouts_of(with_settings(config, world_size=number))
             if any(legal.micro_batches(shape) for shape in legal.shapes()):
                 return [f"--gpus {number}"]
         return []
 
-    count, batch, legal = config.world, config.global_batch, layouts_of(config)
+    count = config.world
+    batch = config.global_batch
+    legal = layouts_of(config)
     near = [*next_number(range(count - 1, 0, -1)), *next_number(range(count + 1, 2 * count))]
 
     # The multiples of what all ranks pass at once, below and above the batch.
@@ -367,6 +382,8 @@ def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine)
 def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
     one = plan.prediction
     lines = [*describe.head_lines(one), "", *describe.memory_lines(one)]
+
+    # If it does not fit, whether more devices would help.
     if plan.enough:
         lines.append(f"  {plan.enough:,} devices of this kind are enough: see --gpus {plan.enough}")
     elif plan.tried:
@@ -375,12 +392,15 @@ def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
             which = "no layout with these flags was found that fits"
         more = "; more were not tried, give a larger --gpus" if plan.tried < MOST_DEVICES else ""
         lines.append(f"  {which} up to {plan.tried:,} devices of this kind{more}")
+
+    # What a step sends and takes, what the run costs, and the layouts beside the chosen one.
     lines += describe.sent_lines(one)
     lines += describe.time_lines(one, plan.length, asked.price)
     lines += describe.checkpoint_lines(plan.losses, plan.goodput, one.save.bytes)
     if plan.found is not None:
         lines += ["", *describe.found_lines(plan.found, asked.best)]
-    return [*lines, "", f"flags: {describe.as_flags(describe.layout_settings(one.config))}"]
+    settings = describe.layout_settings(one.config)
+    return [*lines, "", f"flags: {describe.as_flags(settings)}"]
 
 
 def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
@@ -411,7 +431,9 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
 
 def write_settings(path: Path, plan: Plan, filled_in: Collection[str]) -> Path:
     """Write what was given and chosen as a file for `train --config`; return its path."""
-    config, defaults = flags.to_dict(plan.prediction.config), flags.to_dict(TrainConfig())
+    config = flags.to_dict(plan.prediction.config)
+    defaults = flags.to_dict(TrainConfig())
+    # Settings that only the plan needed filled in are left to train.
     changed = {name for name, value in config.items() if value != defaults[name]}
     toml = flags.to_toml(plan.prediction.config, only=changed.difference(filled_in))
     head = (

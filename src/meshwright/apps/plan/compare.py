@@ -85,6 +85,7 @@ def compare(
     slow = step / time.seconds - 1
     time_line = f"plan: step {time.seconds * 1e3:,.1f} ms predicted, {step * 1e3:,.1f} ms measured ({100 * slow:+.1f} %)"
     if abs(slow) > NEAR:
+        # The largest part is the likeliest to be off, though it need not be the one.
         largest = max(time.parts, key=lambda part: time.parts[part])
         part = f"{largest}, {time.parts[largest] * 1e3:,.1f} ms"
         time_line += f"; the largest part predicted is {part}"
@@ -94,6 +95,7 @@ def compare(
     current = stats["allocated_bytes.all.current"] + mapped
     peak = stats["allocated_bytes.all.peak"] + mapped
     reserved = stats["reserved_bytes.all.peak"] + mapped
+    # What tensors hold between steps, what a step adds to that, and what the allocator adds.
     off = {
         "weights, gradients and optimizer": current - held,
         "activations and other tensors of a step": peak - current - (memory.allocated - held),

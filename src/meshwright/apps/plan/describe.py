@@ -67,7 +67,9 @@ def as_flags(settings: Mapping[str, Any]) -> str:
 
 def layout_settings(config: TrainConfig) -> Settings:
     """Return the settings of a layout that are not the defaults of train, and the micro-batch."""
-    ours, defaults = flags.to_dict(config), flags.to_dict(TrainConfig())
+    # Only what differs is given, so the flags are those that a user would type.
+    ours = flags.to_dict(config)
+    defaults = flags.to_dict(TrainConfig())
     return {name: ours[name] for name in LAYOUT if ours[name] != defaults[name]}
 
 
@@ -79,6 +81,7 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
     lack = f"does not fit: {sizes}, {gib(-prediction.left)} too much"
     if not search:
         return lack
+    # Settings of the layout and formats are changed; the number of devices stays.
     found = least_change(prediction)
     if found is None:
         return f"{lack}; no change of layout makes it fit: take more devices, or a smaller model"
@@ -97,6 +100,7 @@ def predict_here(
     kind = config.parallel.device.partition(":")[0]
     if checks.problems(config, needs_data=False):
         return None
+    # Accelerators of other makers have no profile.
     if device is None and kind not in ("auto", NVIDIA, "cpu"):
         return None
     try:
@@ -122,16 +126,19 @@ def verdict_here(prediction: Prediction) -> str:
 
 def memory_lines(prediction: Prediction) -> list[str]:
     """Return the memory of the fullest rank by kind, and the verdict."""
-    rank, count = prediction.fullest, len(prediction.ranks)
+    rank = prediction.fullest
+    count = len(prediction.ranks)
     memory = prediction.ranks[rank]
     place = f", pipeline rank {rank} of {count}" if count > 1 else ""
     how = "measured on tensors without memory"
     if not prediction.is_measured:
         how = estimated_how(prediction)
     rows = [(kind, gib(size)) for kind, size in memory.kinds.items() if size]
-    rows.append(("allocated", gib(memory.allocated)))
-    rows.append(("reserved", gib(memory.reserved)))
-    rows.append(("context", gib(memory.context)))
+    rows += [
+        ("allocated", gib(memory.allocated)),
+        ("reserved", gib(memory.reserved)),
+        ("context", gib(memory.context)),
+    ]
     head = f"memory of the fullest rank{place}, {how}"
     return [head, *indented(rows), f"  {verdict(prediction)}"]
 
@@ -156,7 +163,10 @@ def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:
     names = align_columns([row[:1] for row in rows])
     numbers = align_columns([row[1:] for row in rows], to_the_right=True)
     width = max(map(len, names))
-    return [f"  {name.ljust(width)}  {rest}" for name, rest in zip(names, numbers, strict=True)]
+    lines = []
+    for name, rest in zip(names, numbers, strict=True):
+        lines.append(f"  {name.ljust(width)}  {rest}")
+    return lines
 
 
 def sent_lines(prediction: Prediction) -> list[str]:
@@ -167,8 +177,9 @@ def sent_lines(prediction: Prediction) -> list[str]:
 
 def time_lines(prediction: Prediction, length: float | None, price: float | None) -> list[str]:
     """Return the time of a step and of the run; `length` is in steps."""
-    time, c = prediction.time, prediction.config
-    rows = [(name, f"{seconds:,.3f} s") for name, seconds in time.parts.items() if seconds]
+    time = prediction.time
+    c = prediction.config
+    rows = [(name, f"{seconds:,.3f} s") for name, seconds in time.parts.items()]
     rows += [
         ("step", f"{time.seconds:,.3f} s"),
         ("tokens per second", f"{time.tokens_per_second:,.0f}"),
@@ -179,9 +190,12 @@ def time_lines(prediction: Prediction, length: float | None, price: float | None
     lines = [f"time, {time_how(prediction)}", *indented(rows)]
     if length is None:
         return lines
+
+    # The whole run, if its length is known.
     tokens = length * c.global_batch * (c.data.seq_length or 0) / 1e9
-    days = length * time.seconds / DAY
-    hours = length * time.seconds * c.world / 3600
+    seconds = length * time.seconds
+    days = seconds / DAY
+    hours = seconds * c.world / 3600
     run = f"  {length:,.0f} steps, {tokens:,.1f} billion tokens: {days:,.2f} days"
     run += f", {hours:,.0f} device-hours"
     if price is not None:
@@ -191,7 +205,9 @@ def time_lines(prediction: Prediction, length: float | None, price: float | None
 
 def layout_line(prediction: Prediction) -> str:
     """Return the layout in words."""
-    c, p = prediction.config, prediction.config.parallel
+    c = prediction.config
+    p = c.parallel
+    # Each part is said only where it makes a difference.
     parts = [describe_layout(c)]
     if p.pipeline_model_parallel_size > 1:
         several = f", {c.chunks} stretches of layers on each rank" if c.chunks > 1 else ""
@@ -212,13 +228,14 @@ def layout_line(prediction: Prediction) -> str:
 
 def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
     """Return a head and a row for each layout."""
-    head = (
-        "TP SP PP chunks schedule CP DP ZeRO micro recompute fp8 step tokens/s MFU memory".split()
-    )
-    rows = [head]
+    head = "TP SP PP chunks schedule CP DP ZeRO micro recompute fp8 step tokens/s MFU memory"
+    rows = [head.split()]
     for one in predictions:
-        c, p, time = one.config, one.config.parallel, one.time
-        tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+        c = one.config
+        p = one.config.parallel
+        time = one.time
+        tp = p.tensor_model_parallel_size
+        pp = p.pipeline_model_parallel_size
         rows.append(
             [
                 str(tp),
@@ -260,14 +277,17 @@ def found_lines(found: Found, keep: int) -> list[str]:
 def title(prediction: Prediction) -> str:
     """Return the size of the model and the devices in a few words."""
     c = prediction.config
+    # Learned positions count as parameters; without a number of them there is one for each token.
     positions = c.model.max_position_embeddings or c.data.seq_length or 0
     size = counts.parameters(c.model, prediction.vocabulary, positions)
-    return f"{size:,} parameters on {c.world:,} x {prediction.machine.profile.title}"
+    devices = prediction.machine.profile.title
+    return f"{size:,} parameters on {c.world:,} x {devices}"
 
 
 def head_lines(prediction: Prediction) -> list[str]:
     """Return what is planned: model, devices, links and layout."""
-    c, links = prediction.config, prediction.machine.links
+    c = prediction.config
+    links = prediction.machine.links
     speeds = f"{links.within.bandwidth / 1e9:g} GB/s within a machine"
     if c.world > links.gpus_per_node:
         speeds += f", {links.between.bandwidth / 1e9:g} GB/s to others"
@@ -291,6 +311,7 @@ def checkpoint_lines(losses: Interruptions, goodput: ExpectedGoodput, size: int)
         ("goodput", f"{100 * goodput.share:.1f} %"),
     ]
     if goodput.failures is not None:
+        # In the table they follow the hours between failures.
         rows.insert(4, ("failures until the end", f"{goodput.failures:,.1f}"))
     return ["checkpoints and failures", *indented(rows)]
 

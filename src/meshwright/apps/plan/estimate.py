@@ -2,8 +2,8 @@
 
 A rank holds weights, gradients and optimizer state throughout, which training/sizes.py knows to the
 byte. What passes keep is so much of a layer for each micro-batch in flight, and what the fullest
-moment needs beside that. Layouts that differ in one setting share most of these parts, so parts are
-computed once: `Run` is what a search keeps, `LayoutSizes` what it changes.
+moment needs beside that. Layouts that differ in one setting share most of these parts, so each part
+is computed once: `Run` is what a search keeps, `LayoutSizes` what it changes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 WITHIN = 0.05  # by which estimates of tensors are off, but for rare cases
 NEAR = 0.03  # by which 95 of 100 are off at most: a search leaves out what is further away
 FLOAT, LONG = 4, 8  # bytes
-MANY = 4  # micro-batches of a step: of more, the mean of their gradients' work is nearly the same
+MANY = 4  # micro-batches of a step; with more, the mean work on gradients hardly changes
 ROUNDS = 2  # of as many micro-batches as pipeline ranks, after which no rank holds more
 RESERVED = 1.02, 1.12  # what torch's allocator takes for a byte of tensors, and with ZeRO 3
 
@@ -69,6 +69,7 @@ class LayoutSizes(NamedTuple):
 
     def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> LayoutSizes:
         """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
+        # By position: a search makes one for each layout, and _replace takes twice as long.
         return LayoutSizes(*self[:6], name, virtual, zero, self.recompute_granularity)
 
 
@@ -90,7 +91,8 @@ class Run:
         return inflight_rule.runs_ahead(self.config)
 
     def padded(self, layout: LayoutSizes) -> int:
-        m, tp = self.config.model, layout.tensor_model_parallel_size
+        m = self.config.model
+        tp = layout.tensor_model_parallel_size
         return padded_size(self.vocabulary, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
 
     def chunks(self, layout: LayoutSizes, layers: int | None) -> int:
@@ -105,7 +107,8 @@ class Run:
         return self.config.batches
 
     def data_ranks(self, layout: LayoutSizes) -> int:
-        tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+        tp = layout.tensor_model_parallel_size
+        cp = layout.context_parallel_size
         return max(1, self.config.world // (tp * cp * layout.pipeline_model_parallel_size))
 
     def micro_batches(self, layout: LayoutSizes) -> int:
@@ -116,6 +119,7 @@ class Run:
 
 def layout_of(c: TrainConfig) -> LayoutSizes:
     """Return the layout of a configuration."""
+    # A layout's fields have the names of settings, which lie in three groups of the configuration.
     values = {
         name: getattr(group, name)
         for group in (c.parallel, c.precision, c.training)
@@ -133,32 +137,30 @@ class LayerBytes(NamedTuple):
 
     saved: float  # for the backward pass
     again: float  # the layer's input: all that is kept of a layer that runs once more
-    first: float  # what the first layer of a stage does not have of that
-    passing: float  # of the backward pass, beside what is saved
+    first: float  # the part of it that the first layer of a stage lacks
+    passing: float  # during the backward pass, beside what is saved
 
 
 class EndBytes(NamedTuple):
     """Bytes outside of the layers, for a micro-batch on one rank."""
 
     stream: float  # the hidden states, as stages exchange them
-    shared: float  # by all layers: places, rotary tables, dropout's hashes
+    shared: float  # by all layers: positions, rotary tables, dropout's hashes
     head: float  # logits, and what else is saved for the head and the loss
-    passing: float  # of their passes
+    passing: float  # during the head's passes
 
 
 def layer_bytes(c: TrainConfig) -> LayerBytes:
     """Return what the norms, attention and the MLP of a layer keep of a micro-batch."""
-    m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
-    tp, cp, hidden, heads = (
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        m.hidden_size or 0,
-        m.num_attention_heads or 1,
-    )
-    is_fused, is_fp8 = (
-        block_kind(c.training, m, c.precision, NVIDIA) == "fused",
-        bool(c.precision.fp8_format),
-    )
+    m = c.model
+    p = c.parallel
+    low = WIDTHS[c.precision.dtype]
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
+    hidden = m.hidden_size or 0
+    heads = m.num_attention_heads or 1
+    is_fused = block_kind(c.training, m, c.precision, NVIDIA) == "fused"
+    is_fp8 = bool(c.precision.fp8_format)
     is_selective = c.training.recompute_granularity == "selective"
 
     # The elements of tensors. Inner ones have all tokens, the residual stream a part of them.
@@ -166,15 +168,19 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
     tokens = c.micro_batch * length // cp
     sequence = p.sequence_parallel and tp > 1
     rows = tokens // tp if sequence else tokens
-    queries, keys = (tokens * number * m.head_dim // tp for number in (heads, m.groups))
-    qkv, inner = queries + 2 * keys, tokens * m.ffn // tp
+    queries = tokens * heads * m.head_dim // tp
+    keys = tokens * m.groups * m.head_dim // tp
+    qkv = queries + 2 * keys
+    inner = tokens * m.ffn // tp
     wide = (2 if m.gated else 1) * inner
 
     # Norms save the residual stream, and one or two numbers of each row.
     stream = rows * hidden * (FLOAT if c.precision.fp32_residual_connection else low)
     branch = rows * hidden * low
-    norms = (1 if m.use_parallel_residual else 2) * stream
-    norms += 2 * rows * FLOAT * (2 if m.normalization == "LayerNorm" else 1)
+    norms = stream if m.use_parallel_residual else 2 * stream
+    norms += 2 * rows * FLOAT
+    if m.normalization == "LayerNorm":  # a mean beside the deviation
+        norms += 2 * rows * FLOAT
 
     # Products save their inputs, in fp8 transposed; where rows are gathered first, all of them.
     gathered = (tokens if is_fp8 else rows) * hidden
@@ -192,22 +198,27 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
     attention += (queries + keys) * low * m.qk_layernorm
 
     # Torch has no kernel for groups of heads in full precision: their scores are tensors.
-    scores = (
-        c.micro_batch * length**2 * heads // tp // cp * low if low > 2 and m.groups < heads else 0
-    )
+    scores = 0
+    if low > 2 and m.groups < heads:
+        scores = c.micro_batch * length**2 * heads // tp // cp * low
+    # Dropout keeps the dropped scores and a mask of one byte for each.
     dropped = scores + scores // low if m.attention_dropout > 0 else 0
     if scores and not is_selective:
         attention += scores + dropped + 3 * queries * low
 
+    # The activation saves its input; plain code also the activated half of a gated one.
     activation = wide * low
     if m.gated and not is_fused and m.activation != "liglu":
         activation += inner * low
 
     # A backward pass holds gradients of the stream, of a branch and of an activation's input.
-    passing = stream + (branch if m.hidden_dropout > 0 or stream != branch else 0)
+    passing = stream
+    if m.hidden_dropout > 0 or stream != branch:
+        passing += branch
     passing += wide * low * (1 if is_fused else 2)
     if low > 2:  # a product's gradient is added to the total
         passing += (2 if m.gated else 1) * m.ffn // tp * hidden * low
+    # Gradients of the scores; with selective recomputation the scores themselves come on top.
     passing = max(passing, 3 * scores + dropped if is_selective else 2 * scores)
 
     saved = norms + inputs + attention + activation
@@ -216,20 +227,32 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
 
 def end_bytes(c: TrainConfig, padded: int) -> EndBytes:
     """Return what the ends of a network keep of a micro-batch, and what stages exchange."""
-    m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
-    tp, hidden = p.tensor_model_parallel_size, m.hidden_size or 0
+    m = c.model
+    p = c.parallel
+    low = WIDTHS[c.precision.dtype]
+    tp = p.tensor_model_parallel_size
+    hidden = m.hidden_size or 0
     columns = (c.data.seq_length or 0) // p.context_parallel_size
     tokens = c.micro_batch * columns
     sequence = p.sequence_parallel and tp > 1
     rows = tokens // tp if sequence else tokens
-    stream = rows * hidden * (FLOAT if c.precision.fp32_residual_connection else low)
+    width = FLOAT if c.precision.fp32_residual_connection else low
+    stream = rows * hidden * width
 
-    shared = columns * LONG + 3 * rows * LONG * sequence
-    shared += columns * m.rotating * FLOAT if m.position == "rope" else 0
+    # What all layers read: positions, three numbers of a row with sequence parallelism, angles.
+    shared = columns * LONG
+    if sequence:
+        shared += 3 * rows * LONG
+    if m.position == "rope":
+        shared += columns * m.rotating * FLOAT
+    # A hash of each row for each place with dropout: two in a layer, and the embedding's.
     if m.hidden_dropout > 0 or m.dropout_of_embeddings > 0:
         shared += (2 * (m.num_layers or 0) + 1) * rows * FLOAT
 
-    logits = tokens * padded // tp * low * (2 if m.final_logit_softcapping else 1)
+    # Logits are kept once, or before and after their cap; the loss keeps two numbers a token.
+    logits = tokens * padded // tp * low
+    if m.final_logit_softcapping:
+        logits *= 2
     head = logits + stream + rows * hidden * low + 2 * tokens * FLOAT
     passing = (rows + 2 * tokens * sequence) * hidden * low
     return EndBytes(stream, shared, head, passing)
@@ -246,7 +269,8 @@ def in_flight(
     """
     import numpy as np
 
-    live, moments = [0] * chunks, set[tuple[int, ...]]()
+    live = [0] * chunks
+    moments = set[tuple[int, ...]]()
     for op, chunk, _ in schedule(name, pp, rank, number, chunks):
         if op == "F":
             live[chunk] += 1
@@ -266,7 +290,7 @@ class RankShape(NamedTuple):
     layer: int  # parameters of a layer
     rest: int  # of what is outside of the layers
     table: int  # of the head's table
-    parts: int  # that ZeRO cuts them into
+    parts: int  # into which ZeRO cuts all of these
 
     @property
     def parameters(self) -> int:
@@ -279,10 +303,13 @@ def passes_bytes(
     """Return the bytes at the fullest moment of a rank's passes, beside what is held throughout."""
     import numpy as np
 
-    pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
+    pp = layout.pipeline_model_parallel_size
+    name = layout.pipeline_schedule
     chunks = run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
+    # A shape is shared by layouts with other virtual stages: then its layers are cut evenly.
     stages = shape.stages if len(shape.stages) == chunks else (shape.layers // chunks,) * chunks
-    live, backward = list[float](), list[float]()
+    live = list[float]()
+    backward = list[float]()
     for chunk, layers in enumerate(stages):
         is_last = shape.has_last and chunk == chunks - 1
         kept, again = kept_bytes(run, layout, layer, layers)
@@ -292,10 +319,15 @@ def passes_bytes(
         backward.append(max(again + layer.passing - freed, ends.passing * is_last))
 
     number = run.micro_batches(layout)
+    # GPipe holds all micro-batches of a step; the other schedules no more after some rounds.
     number = number if name == "gpipe" else min(number, ROUNDS * pp)
     moments = in_flight(name if pp > 1 else "1f1b", pp, rank, number, chunks)
-    sent = most_sent(chunks) * ends.stream * (not shape.has_first or chunks > 1)
-    return float((moments @ np.array([*live, *backward])).max()) + sent * (pp > 1)
+    # Gradients on their way to the stage before, which the first stage does not send.
+    sent = 0.0
+    if pp > 1 and (chunks > 1 or not shape.has_first):
+        sent = most_sent(chunks) * ends.stream
+    levels = moments @ np.array([*live, *backward])
+    return float(levels.max()) + sent
 
 
 def kept_bytes(
@@ -306,9 +338,10 @@ def kept_bytes(
         return layers * layer.saved, 0.0
     number = min(run.config.training.recompute_num_layers, layers)
     if run.config.training.recompute_method == "block":
-        return number * layer.again + (layers - number) * layer.saved, layer.saved * (
-            number == layers
-        )
+        # The last layer's backward pass is the fullest: it runs again only if all layers do.
+        again = layer.saved if number == layers else 0.0
+        return number * layer.again + (layers - number) * layer.saved, again
+    # Each segment keeps its input, and one of them at a time has run once more.
     return -(-layers // number) * layer.again - layer.first, number * layer.saved
 
 
@@ -322,62 +355,81 @@ def sharded_bytes(
 
     Gradients are those beside what passes keep, which may be less than all at their moment.
     """
-    low, parts = WIDTHS[run.config.precision.dtype], shape.parts
+    low = WIDTHS[run.config.precision.dtype]
+    parts = shape.parts
     if layout.zero_stage < 2 or parts == 1:
         return 0.0, 0.0
-    full, kept = max(low, FLOAT), kept_bytes(run, layout, layer, 1)[0]
+    full = max(low, FLOAT)
+    kept = kept_bytes(run, layout, layer, 1)[0]
     others = min(1, shape.layers - 1)
     if layout.zero_stage == 2:
-        # Of the head, a layer, and others whose sums run, of this or the last micro-batch.
+        # Gradients of the head and a layer are there at once, and others whose sums still run.
         summed = full * (1 + 1 / parts)
-        now = (shape.table + shape.layer) * full + min(2, shape.layers - 1) * max(
-            0.0, shape.layer * summed - kept
-        )
+        beside = max(0.0, shape.layer * summed - kept)
+        running = min(2, shape.layers - 1)
+        now = (shape.table + shape.layer) * full + running * beside
         if run.micro_batches(layout) == 1:
             return 0.0, now
+        # The micro-batch before has left its last bucket's sum: of the embedding, or of a layer.
         last = shape.rest if shape.has_first else others * shape.layer
-        return 0.0, max(now, (shape.layer + last) * summed + shape.table * full)
-    # Two layers and the rest are gathered; there are gradients of a layer, or the last one's sum.
+        then = (shape.layer + last) * summed + shape.table * full
+        return 0.0, max(now, then)
+    # Two layers and all outside of them are gathered. There are a layer's gradients, or the sum of
+    # those of the layer before.
     weights = (shape.rest + (1 + others) * shape.layer) * low
-    during = (
-        weights,
-        shape.table * low + max(shape.layer * low, others * (shape.layer * full - kept)),
+    layer_gradients = max(shape.layer * low, others * (shape.layer * full - kept))
+    during = weights, shape.table * low + layer_gradients
+    after = (
+        weights - shape.layer * low,
+        shape.layer * (low + full) - kept - layer.passing,
     )
-    after = weights - shape.layer * low, shape.layer * (low + full) - kept - layer.passing
+    # Whichever moment needs more: within the layers' backward pass, or right after it.
     return max(during, after, key=sum)
+
+
+def muon_bytes(c: TrainConfig) -> float:
+    """Return what Muon's update takes for a while, in numbers of 16 bits."""
+    p = c.parallel
+    tp = p.tensor_model_parallel_size
+    data = c.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
+    layers = (c.model.num_layers or 0) / p.pipeline_model_parallel_size
+    matrices = layer_matrices(c.model).values()
+
+    # One rank takes a chunk of matrices at once: two tensors of their size, three of the smaller
+    # square.
+    if tp * data == 1:
+        largest = max(matrices, key=math.prod)
+        size = math.prod(largest)
+        number = min(layers, max(1, MUON_CHUNK // size))
+        return 2 * number * (2 * size + 3 * min(largest) ** 2)
+
+    # A rank has its own matrices' updates, what it sends back of them, and its part of all.
+    of_all = layers * sum(map(math.prod, matrices))
+    ranks = tp * data
+    at_once = min(of_all, MUON_CHUNK * ranks)
+    cut = tp * (data if p.zero_stage else 1)
+    sent = min(at_once, MUON_CHUNK * cut) / cut
+    own = at_once / tp / data
+    part = min(sent, MUON_CHUNK)
+    return 2 * (own + 2 * sent + part)
 
 
 def update_bytes(c: TrainConfig) -> float:
     """Return what the update takes for a while."""
-    o, p, parts = c.optimizer, c.parallel, data_parts(c)
-    tp, layers = (
-        p.tensor_model_parallel_size,
-        (c.model.num_layers or 0) / p.pipeline_model_parallel_size,
-    )
-    matrices = layer_matrices(c.model).values()
+    o = c.optimizer
     if o.optimizer == "muon":
-        data = c.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
-        largest = max(matrices, key=math.prod)
-        if tp * data == 1:
-            number = min(layers, max(1, MUON_CHUNK // math.prod(largest)))
-            return 2 * number * (2 * math.prod(largest) + 3 * min(largest) ** 2)
-        # A rank has its own matrices' updates, what it sends back of them, and its part of all.
-        at_once = min(layers * sum(map(math.prod, matrices)), MUON_CHUNK * tp * data)
-        cut = tp * (data if p.zero_stage else 1)
-        sent = min(at_once, MUON_CHUNK * cut) / cut
-        return 2 * (at_once / tp / data + 2 * sent + min(sent, MUON_CHUNK))
-    is_gathered = p.zero_stage == 3 and parts > 1
-    if (
-        o.optimizer == "lion"
-        or (o.optimizer == "sgd" and is_rounded(o))
-        or (is_beyond_torch(o) and is_gathered)
-    ):
-        sizes = shapes_of_layer(c.model, tp).values()
-        largest_part = (
-            max(map(math.prod, sizes)) if is_rounded(o) else count(shapes_of_layer(c.model, tp))
-        )
-        return (6 if is_rounded(o) else 4) * FLOAT * min(CHUNK, largest_part)
-    return 0.0
+        return muon_bytes(c)
+
+    # AdamW and SGD work in place, by torch's kernels or ours; what neither has goes by chunks.
+    is_gathered = c.parallel.zero_stage == 3 and data_parts(c) > 1
+    is_rounded_sgd = o.optimizer == "sgd" and is_rounded(o)
+    if not (o.optimizer == "lion" or is_rounded_sgd or (is_beyond_torch(o) and is_gathered)):
+        return 0.0
+    shapes = shapes_of_layer(c.model, c.parallel.tensor_model_parallel_size)
+    # A state of fewer bits goes parameter by parameter, and takes two tensors more.
+    if is_rounded(o):
+        return 6 * FLOAT * min(CHUNK, max(map(math.prod, shapes.values())))
+    return 4 * FLOAT * min(CHUNK, count(shapes))
 
 
 # What layouts share: each part is computed without the settings that it does not depend on.
@@ -394,18 +446,27 @@ def activations(run: Run, layout: LayoutSizes) -> tuple[LayerBytes, EndBytes, in
 @functools.lru_cache(1 << 14)
 def held_by(run: Run, layout: LayoutSizes, rank: int) -> tuple[RankShape, dict[str, int], float]:
     """Return what a pipeline rank has, the bytes of it by kind, and what its update takes."""
-    c, padded = run.config_of(layout), run.padded(layout)
-    own, (unit, *outer) = (
-        stage_numbers(c, rank),
-        [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)],
-    )
-    has_last, stages = len(c.stages) - 1 in own, tuple(c.stages[s] for s in own)
+    c = run.config_of(layout)
+    padded = run.padded(layout)
+    own = stage_numbers(c, rank)
+    unit, *outer = [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)]
+    has_last = len(c.stages) - 1 in own
+    stages = tuple(c.stages[s] for s in own)
+    # Outside of the layers, the largest unit of the last stage is the head's table.
     table = max(outer, default=0) if has_last else 0
     shape = RankShape(
-        stages, sum(stages), 0 in own, has_last, unit, sum(outer), table, data_parts(c)
+        stages=stages,
+        layers=sum(stages),
+        has_first=0 in own,
+        has_last=has_last,
+        layer=unit,
+        rest=sum(outer),
+        table=table,
+        parts=data_parts(c),
     )
     held = held_bytes(c, padded, rank, run.profile.kind)
-    return shape, held | {"buffers": buffer_bytes(c, padded, rank, run.profile)}, update_bytes(c)
+    held["buffers"] = buffer_bytes(c, padded, rank, run.profile)
+    return shape, held, update_bytes(c)
 
 
 @functools.lru_cache(1 << 14)
@@ -416,16 +477,27 @@ def beside(run: Run, layout: LayoutSizes) -> tuple[float, int]:
 
 
 def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
-    """Return a layout without what decides about passes alone, for what a rank holds."""
-    name, virtual = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage
+    """Return a layout without the settings of passes alone: the key for what a rank holds."""
+    # Only with a given --pipeline-layout do virtual stages change how many layers a rank has.
+    name = layout.pipeline_schedule
+    virtual = layout.num_layers_per_virtual_pipeline_stage
     if not run.config.parallel.pipeline_layout:
         name, virtual = "1f1b", None
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    return LayoutSizes(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
+    return LayoutSizes(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        sequence_parallel=False,
+        context_parallel_size=1,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        fp8_format=layout.fp8_format,
+        micro_batch_size=1,
+        pipeline_schedule=name,
+        num_layers_per_virtual_pipeline_stage=virtual,
+        zero_stage=layout.zero_stage,
+    )
 
 
 def without_stages(layout: LayoutSizes) -> LayoutSizes:
-    """Return a layout without pipeline and ZeRO, for what a micro-batch takes of a layer."""
+    """Return a layout without pipeline and ZeRO: the key for the memory of a layer's passes."""
     return layout._replace(
         pipeline_model_parallel_size=1,
         pipeline_schedule="1f1b",
@@ -439,6 +511,7 @@ def without_stages(layout: LayoutSizes) -> LayoutSizes:
 
 def rank_bytes(run: Run, layout: LayoutSizes, rank: int) -> dict[str, int]:
     """Return the bytes of a pipeline rank's tensors by kind."""
+    # Three parts, each computed without the settings that it does not depend on.
     layer, ends, mapped = activations(run, without_stages(layout))
     shape, held, update = held_by(run, without_passes(run, layout), rank)
     passes = passes_bytes(run, layout, shape, layer, ends, rank)
@@ -446,15 +519,27 @@ def rank_bytes(run: Run, layout: LayoutSizes, rank: int) -> dict[str, int]:
     if layout.zero_stage == 3 and shape.parts > 1 and run.micro_batches(layout) == 1:
         # The last step's sums are freed first, and these come one by one while activations go.
         gradients = max(gradients - held["gradients"], -passes)
-    more = {"weights": weights, "gradients": max(0.0, gradients), "buffers": mapped}
-    more["activations"] = max(passes + min(0.0, gradients), update - weights - max(0.0, gradients))
-    return {kind: held.get(kind, 0) + round(more.get(kind, 0)) for kind in held | more}
+    # Gradients below 0: at their moment passes keep less than at their fullest. The update comes
+    # after the passes, so the rank needs the larger of the two.
+    kept = max(0.0, gradients)
+    activations_bytes = max(passes + min(0.0, gradients), update - weights - kept)
+    out = dict(held)
+    for kind, size in (
+        ("weights", weights),
+        ("gradients", kept),
+        ("buffers", mapped),
+        ("activations", activations_bytes),
+    ):
+        out[kind] = held.get(kind, 0) + round(size)
+    return out
 
 
 def memory_of_ranks(c: TrainConfig, padded: int, profile: DeviceProfile) -> list[RankMemory]:
     """Return the memory of each pipeline rank, estimated."""
-    run, layout = Run(c, padded, profile, profile.links), layout_of(c)
-    batches, context = batch_bytes(c), context_bytes(c, profile)
+    run = Run(c, padded, profile, profile.links)
+    layout = layout_of(c)
+    batches = batch_bytes(c)
+    context = context_bytes(c, profile)
     out = []
     for rank in range(layout.pipeline_model_parallel_size):
         kinds = rank_bytes(run, layout, rank) | {"batches": batches}
@@ -470,12 +555,17 @@ def reserved_bytes(layout: LayoutSizes, allocated: float) -> float:
 
 def need_of(run: Run, layout: LayoutSizes) -> int:
     """Return the bytes of tensors and the context of a layout's fullest rank."""
-    pp, layers = layout.pipeline_model_parallel_size, run.config.model.num_layers or 0
+    pp = layout.pipeline_model_parallel_size
+    layers = run.config.model.num_layers or 0
     # One of the ends, or a rank in the middle that has a layer more.
-    is_even = layers % pp == 0 and not run.config.parallel.pipeline_layout
-    ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
+    ranks = {0, pp - 1}
+    if layers % pp or run.config.parallel.pipeline_layout:
+        ranks |= {1 % pp, pp // 2}
+    tensors = 0
+    for rank in ranks:
+        kinds = rank_bytes(run, layout, rank)
+        tensors = max(tensors, sum(kinds.values()))
     tokens, context = beside(run, work_key(run, layout))
-    tensors = max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
     return tensors + round(tokens * run.micro_batches(layout)) + context
 
 
@@ -488,7 +578,7 @@ def held_of(run: Run, layout: LayoutSizes) -> int:
 
 
 class Seconds(NamedTuple):
-    """Seconds of the passes of a micro-batch: of the device, and of the host that launches them."""
+    """Seconds of a micro-batch's passes: of the device, and of the host that launches them."""
 
     forward: float
     backward: float
@@ -513,9 +603,8 @@ class EstimatedWork(NamedTuple):
     first: Seconds  # the embedding
     last: Seconds  # the head and the loss
     message: float  # seconds between two stages
-    # seconds that the host takes to launch it all, where it may run ahead within a step
-    host: float
-    shard: float  # seconds that it takes more in each direction of a layer with ZeRO 3
+    host: float  # its seconds to launch it all, where it may run ahead within a step
+    shard: float  # its further seconds in each direction of a layer with ZeRO 3
 
 
 @functools.lru_cache(1 << 14)
@@ -524,19 +613,28 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     c = run.config_of(layout)
     terms = StepTerms(c, run.padded(layout), run.profile, run.links)
     terms.count = number
-    layers, waits = c.model.num_layers or 1, terms.pp > 1  # for messages, at the end of each pass
-    own = max(1, layers // terms.pp) if c.training.recompute_method == "block" else layers
-    stage, head = terms.stage_of(terms.kinds(0, own), own, False, False), terms.head()
+    layers = c.model.num_layers or 1
+    waits = terms.pp > 1  # for messages, at the end of each pass
+    # Recomputation by block takes the first layers of a stage, so a stage is the smallest whole;
+    # otherwise the mean over all layers is taken.
+    own = layers
+    if c.training.recompute_method == "block":
+        own = max(1, layers // terms.pp)
+    stage = terms.stage_of(terms.kinds(0, own), own, False, False)
+    head = terms.head()
     embedding = Step(terms.embedding(False), terms.embedding(True))
 
     def seconds(step: Step, of: int = 1) -> Seconds:
-        return Seconds(*(x.device_seconds / of for x in step), *(waits * x.host / of for x in step))
+        device = [way.device_seconds / of for way in step]
+        host = [waits * way.host / of for way in step]
+        return Seconds(*device, *host)
 
     message = terms.sending("pipeline", traffic.message_bytes(c)) if waits else 0.0
-    is_launched = not waits and not terms.has_graphs
-    host = (
-        sum(work.host for step in (stage, embedding, head) for work in step) if is_launched else 0.0
-    )
+    # In a pipeline each pass takes what is slower, device or host; without one the host may run
+    # ahead within a step, so its seconds are added up on their own.
+    host = 0.0
+    if not waits and not terms.has_graphs:
+        host = sum(work.host for step in (stage, embedding, head) for work in step)
     shard = waits * terms.launching({"collective": timing.SHARD_LAUNCHES})
     return EstimatedWork(
         seconds(stage, own), seconds(embedding), seconds(head), message, host, shard
@@ -559,29 +657,39 @@ class MicroBatch(NamedTuple):
         # The slowest rank does one thing at a time, and waits for each message that it needs.
         slowest = 0.0
         for seconds, lacking in self.ranks:
-            slowest = max(slowest, seconds + (2 * chunks - lacking) * self.message)
+            waiting = (2 * chunks - lacking) * self.message
+            slowest = max(slowest, seconds + waiting)
         # Before and after, each other rank runs one stage.
-        return self.number * slowest + (pp - 1) * (self.gap / chunks + 2 * self.message)
+        around = self.gap / chunks + 2 * self.message
+        return self.number * slowest + (pp - 1) * around
 
 
 @functools.lru_cache(64)
 def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> list[MicroBatch]:
     """Return the seconds of micro-batches of these sizes, from those of a layer and both ends."""
-    pp, samples = (
-        layout.pipeline_model_parallel_size,
-        run.config.global_batch // run.data_ranks(layout),
-    )
-    key, shapes = work_key(run, layout), ranks_of(run, layout)
-    ends, out = [shape.has_first + shape.has_last for shape in shapes], list[MicroBatch]()
+    pp = layout.pipeline_model_parallel_size
+    samples = run.config.global_batch // run.data_ranks(layout)
+    key = work_key(run, layout)
+    shapes = ranks_of(run, layout)
+    # The ends of the pipeline have a neighbour less, and so a message less each way.
+    ends = [shape.has_first + shape.has_last for shape in shapes]
+    out = list[MicroBatch]()
     for size in sizes:
         number = max(1, samples // size)
         work = work_of(run, key._replace(micro_batch_size=size), 1 if number == 1 else MANY)
-        layer, first, last = work.layer, work.first, work.last
+        layer = work.layer
+        first = work.first
+        last = work.last
         if layout.zero_stage == 3:
-            host = layer.host_forward + work.shard, layer.host_backward + work.shard
-            layer = layer._replace(host_forward=host[0], host_backward=host[1])
-        ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
+            # Weights are gathered in each pass, which the host launches.
+            layer = layer._replace(
+                host_forward=layer.host_forward + work.shard,
+                host_backward=layer.host_backward + work.shard,
+            )
+        ranks = list[tuple[float, int]]()
+        slowest = (0.0, 0.0)
         for shape, lacking in zip(shapes, ends, strict=True):
+            # What a rank does for one micro-batch; the slowest of them decides about the others.
             own = layer.times(shape.layers)
             own = own.plus(first) if shape.has_first else own
             own = own.plus(last) if shape.has_last else own
@@ -589,6 +697,7 @@ def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> l
             ranks.append((forward + backward, lacking))
             if forward + backward > slowest[0] + slowest[1]:
                 slowest = forward, backward
+        # A rank's only stage, if layers are divided evenly: so long it keeps the others waiting.
         gap = sum(layer.passes()) * (run.config.model.num_layers or 1) / pp
         out.append(MicroBatch(number, ranks, gap, work.message, *slowest, work.host))
     return out
@@ -602,6 +711,7 @@ def ranks_of(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
 @functools.lru_cache(1 << 14)
 def kinds_of_ranks(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
     pp = layout.pipeline_model_parallel_size
+    # The ends differ; ranks in between are alike, so one stands for all.
     return tuple(held_by(run, layout, rank)[0] for rank in sorted({0, pp // 2, pp - 1}))
 
 
@@ -617,8 +727,11 @@ class AfterPasses(NamedTuple):
 @functools.lru_cache(1 << 14)
 def after_passes(run: Run, layout: LayoutSizes, parameters: int, layers: int) -> AfterPasses:
     terms = terms_of(run, layout._replace(pipeline_schedule="1f1b"))
-    sums, hidden = (terms.data_parallel(parameters, layers, room, room) for room in (0.0, math.inf))
-    return AfterPasses(terms.update(parameters), sums, hidden, terms.update_host())
+    # Sums take this long with no pass to run beside, and with passes without end.
+    sums = terms.data_parallel(parameters, layers, 0.0, 0.0)
+    hidden = terms.data_parallel(parameters, layers, math.inf, math.inf)
+    update = terms.update(parameters)
+    return AfterPasses(update, sums, hidden, terms.update_host())
 
 
 @functools.lru_cache(1 << 14)
@@ -630,17 +743,20 @@ def step_seconds(
     run: Run, layout: LayoutSizes, micro: Sequence[int], virtual: Sequence[int | None]
 ) -> list[list[float]]:
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
-    pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
+    pp = layout.pipeline_model_parallel_size
+    zero = layout.zero_stage
+    # Without a pipeline ZeRO decides about CUDA graphs; ZeRO 3 gathers weights in any case.
     alike = layout._replace(zero_stage=zero if pp == 1 or zero == 3 else 0)
     batches = micro_batches_of(run, alike, tuple(micro))
     largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
 
     # What follows the passes grows evenly with the number of micro-batches, or not at all.
     plain = without_passes(run, layout)._replace(context_parallel_size=layout.context_parallel_size)
-    keys = [
-        plain._replace(micro_batch_size=size if zero > 1 else 1) for size in (micro[0], micro[-1])
-    ]
-    most, least = (after_passes(run, key, largest.parameters, largest.layers) for key in keys)
+    ends = []
+    for samples in (micro[0], micro[-1]):
+        key = plain._replace(micro_batch_size=samples if zero > 1 else 1)
+        ends.append(after_passes(run, key, largest.parameters, largest.layers))
+    most, least = ends
     steps = max(1, batches[0].number - batches[-1].number)
 
     # Sums over data-parallel ranks run beside the backward pass, and with ZeRO 2 and 3 beside more.
@@ -649,28 +765,34 @@ def step_seconds(
         share = (batch.number - batches[-1].number) / steps
         sums = least.sums + share * (most.sums - least.sums)
         hidden = least.hidden + share * (most.hidden - least.hidden)
-        room = (batch.number if zero > 1 else 1) * (batch.backward + batch.forward * (zero == 3))
+        passes = batch.backward + batch.forward * (zero == 3)
+        room = (batch.number if zero > 1 else 1) * passes
         beside = min(1.0, room / sums) if sums else 0.0
         after.append(least.update + sums - beside * (sums - hidden))
 
     # Where no step is submitted ahead, the device waits while the host prepares one.
-    between, prepare = run.profile.seconds["step"], run.profile.seconds["prepare"]
+    between = run.profile.seconds["step"]
+    prepare = run.profile.seconds["prepare"]
     if not run.runs_ahead:
-        between, prepare = between + prepare, 0.0
+        between = between + prepare
+        prepare = 0.0
     slowest = run.profile.reached["slowest"] if run.config.world > 1 else 1.0
     out = list[list[float]]()
     for size in virtual:
-        chunks, row = run.chunks(layout, size), list[float]()
+        chunks = run.chunks(layout, size)
+        row = list[float]()
         for batch, rest in zip(batches, after, strict=True):
+            on_device = batch.seconds_with(pp, chunks) + rest
             on_host = batch.number * batch.host + least.host + prepare if batch.host else 0.0
-            row.append((max(batch.seconds_with(pp, chunks) + rest, on_host) + between) / slowest)
+            row.append((max(on_device, on_host) + between) / slowest)
         out.append(row)
     return out
 
 
 def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
-    """Return a layout without what the work of a micro-batch does not depend on."""
-    pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
+    """Return a layout with only the settings that decide about the work of a micro-batch."""
+    pp = layout.pipeline_model_parallel_size
+    zero = layout.zero_stage
     name = layout.pipeline_schedule
     if pp > 1:  # without CUDA graphs, whatever the stage
         zero, name = 0, "1f1b"

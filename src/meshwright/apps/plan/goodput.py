@@ -18,7 +18,7 @@ class Interruptions:
     """What a run loses time to, in seconds."""
 
     between: float  # mean time between failures of the whole run
-    stall: float  # for which a checkpoint stops training
+    stall: float  # the time that a checkpoint stops training
     restart: float  # from a failure to the first new step, without the steps done again
     written: float = 0.0  # from the end of the stall until the checkpoint can be loaded
 
@@ -38,10 +38,13 @@ class Interruptions:
     def goodput(self, interval: float) -> float:
         """Return the share of the time that goes into steps which count."""
         # Daly's model: failures are a Poisson process, and a segment is repeated until none hits.
-        segment = math.expm1((interval + self.stall) / self.between)
-        recovery = math.exp((self.restart + self.written) / self.between)
+        try:
+            segment = math.expm1((interval + self.stall) / self.between)
+            recovery = math.exp((self.restart + self.written) / self.between)
+        except OverflowError:  # the run would never come to its next checkpoint
+            return 0.0
         lost = segment * recovery
-        return interval / (self.between * lost) if lost < math.inf else 0.0
+        return interval / (self.between * lost)
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,7 @@ def expect(
     """Return the goodput of a run whose steps take `step`, and together `seconds`."""
     best = max(1, round(losses.interval / step))
     chosen = save_interval or best
-    try:
-        share = losses.goodput(chosen * step)
-    except OverflowError:  # the run would never come to its next checkpoint
-        share = 0.0
+    share = losses.goodput(chosen * step)
     failures = None
     if seconds is not None:
         failures = seconds / share / losses.between if share else math.inf

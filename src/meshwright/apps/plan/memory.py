@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from meshwright.apps.plan import traffic
-from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent
+from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent, rounded
 from meshwright.base.device import HIDES, NVIDIA
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -34,15 +34,14 @@ from meshwright.training.sizes import held_bytes
 if TYPE_CHECKING:
     from meshwright.training.network import Model
 
-GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
-NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
-SYMMETRIC_TRIAL = 16 << 20  # of the trial of sums by copy engines
-# of cuBLAS, for the threads of both passes, and of cuBLASLt
+GRAPHS = 72 << 20  # bytes of the driver for CUDA graphs, measured on an H100
+NCCL = 365 << 20  # bytes of NCCL in each of several processes, measured on two H100
+CHILD_SECONDS = 300  # in which a process of its own must have measured
+SYMMETRIC_TRIAL = 16 << 20  # bytes of the trial of sums by copy engines
+# Memory that cuBLAS works in, once for the thread of each pass, and that of cuBLASLt.
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20
-ROUNDING = 512  # bytes to which torch's allocator rounds up
 
-
-# what steps allocate: bytes by kind at the peak, and in order
+# What steps allocate: the bytes by kind at their peak, and each allocation in order.
 Measured = tuple[dict[str, int], list[MemoryEvent]]
 
 
@@ -61,9 +60,9 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of one rank: by kind at the peak of a step, and all that its process takes."""
+    """The bytes of one rank: by kind at the peak of a step, and in all that its process takes."""
 
-    # weights, gradients, optimizer, activations, logits, buffers, communication
+    # weights, gradients, optimizer, activations, logits, buffers, batches, communication
     kinds: dict[str, int]
     context: int  # of the driver and its libraries
     reserve: Callable[[], int] = field(repr=False, compare=False)
@@ -117,7 +116,6 @@ def measure_in_child(
     profile: Device,
     ranks: Sequence[int],
     niceness: int = 10,
-    timeout: float = 300,
 ) -> list[RankMemory] | None:
     """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
 
@@ -130,13 +128,14 @@ def measure_in_child(
         "niceness": niceness,
     }
     try:
+        # The child has no device, lets the training go first, and is given up if it hangs.
         done = subprocess.run(
             [sys.executable, "-m", "meshwright.apps.plan.measure"],
             input=json.dumps(given),
-            env=os.environ | dict.fromkeys(HIDES.values(), ""),  # no device for the child
+            env=os.environ | dict.fromkeys(HIDES.values(), ""),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=CHILD_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -244,14 +243,11 @@ def reserved_bytes(
     return allocator.most
 
 
-def rounded(size: int) -> int:
-    """Return the bytes that torch's allocator takes for so many."""
-    return -(-size // ROUNDING) * ROUNDING
-
-
 def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> list[int]:
     """Return the bytes of the buffers that a device holds; ZeRO 3 has a parameter's apart."""
-    o, p, parts = config.optimizer, config.parallel, data_parts(config)
+    o = config.optimizer
+    p = config.parallel
+    parts = data_parts(config)
     averages = int(o.ema > 0)
     if p.zero_stage < 3 or parts == 1:
         held = held_bytes(config, padded, pipeline_rank, kind)
@@ -260,7 +256,9 @@ def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str
     if p.offloads:
         return []
     full = max(WIDTHS[config.precision.dtype], 4)
-    masters, moments = list[int](), list[int]()
+    masters = list[int]()
+    moments = list[int]()
+    # ZeRO 3 updates each parameter apart, so its master and moments are tensors of their own.
     for unit, number in shapes_of_rank(config, padded, pipeline_rank):
         for name, shape in unit.items():
             own = own_size(shape, parts)

@@ -13,7 +13,7 @@ from meshwright.training import forecast
 
 
 class PlanForecast(forecast.Forecast):
-    """Answers from the memory and the times that the plan predicts.
+    """A forecast by the memory and the times that the plan predicts.
 
     Only a dry run and a launch that would be refused measure: where a run trains, memory is
     estimated, and nothing is patched.
@@ -37,11 +37,12 @@ class PlanForecast(forecast.Forecast):
     def memory_of_rank(
         self, config: TrainConfig, padded: int, pipeline_rank: int
     ) -> dict[str, int]:
+        # By any GPU's profile: only the buffers, of the kinds, are a matter of the device.
         return predict(config, load_profile("h200"), padded).ranks[pipeline_rank].kinds
 
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:
         config = with_settings(config, micro_batch_size=size)
-        kinds = predict(config, load_profile("h200"), padded).ranks[0].kinds
+        kinds = self.memory_of_rank(config, padded, 0)
         return sum(size for kind, size in kinds.items() if kind not in ("buffers", "batches"))
 
     def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> Measured | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DRAWN_ROUNDS = 3  # of as many micro-batches as stages; a pipeline repeats itself after that
+# A colour for each kind of memory, of which a pipeline rank may have all ten.
 KINDS = (
     "#3d85c8",
     "#d9772b",
@@ -29,6 +30,7 @@ KINDS = (
     "#1597a5",
     "#d060b0",
     "#7b8490",
+    "#a5684c",
 )
 PASSES = {
     "F": ("forward", plot.LINE),
@@ -50,12 +52,13 @@ class Drawing:
         return "".join(plot.key("■", colour, meaning) for colour, meaning in self.legend)
 
 
-# The data of the pictures.
+# The data of the pictures
 
 
 def drawn_timeline(prediction: Prediction) -> Timeline | None:
     """Return the passes of a step's first micro-batches on each rank; None without a pipeline."""
-    c, p = prediction.config, prediction.config.parallel
+    c = prediction.config
+    p = c.parallel
     ranks = p.pipeline_model_parallel_size
     if ranks == 1:
         return None
@@ -66,8 +69,11 @@ def drawn_timeline(prediction: Prediction) -> Timeline | None:
 def stacked_memory(prediction: Prediction) -> dict[str, list[float]]:
     """Return kind -> GiB on each pipeline rank; together they are what a rank takes."""
     ranks = prediction.ranks
-    kinds = dict.fromkeys(kind for rank in ranks for kind, size in rank.kinds.items() if size)
-    out = {kind: [rank.kinds.get(kind, 0) / GIB for rank in ranks] for kind in kinds}
+    out: dict[str, list[float]] = {}
+    for number, rank in enumerate(ranks):
+        for kind, size in rank.kinds.items():
+            if size:
+                out.setdefault(kind, [0.0] * len(ranks))[number] = size / GIB
     out["allocator"] = [(rank.reserved - rank.allocated) / GIB for rank in ranks]
     out["context"] = [rank.context / GIB for rank in ranks]
     return out
@@ -82,6 +88,7 @@ def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, floa
     """Return minutes between saves and goodput, around the best interval."""
     best = max(losses.interval, step)
     points = []
+    # From a sixteenth to sixteen times the best interval, which shows how flat the top is.
     for quarter in range(-16, 17):  # of a doubling
         interval = best * 2 ** (quarter / 4)
         if step <= interval < 50 * losses.between:
@@ -89,7 +96,7 @@ def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, floa
     return points
 
 
-# The pictures.
+# The pictures
 
 
 def schedule_drawing(prediction: Prediction) -> Drawing | None:
@@ -106,7 +113,8 @@ def schedule_drawing(prediction: Prediction) -> Drawing | None:
     # One patch for all passes of a kind: thousands of them would be slow to draw and to show.
     boxes: dict[tuple[str, int], list[Outline]] = {}
     for rank, spans in enumerate(timeline.spans):
-        low, high = rank - 0.42, rank + 0.42
+        low = rank - 0.42
+        high = rank + 0.42
         for action, (begin, end) in spans.items():
             corners = [(begin, low), (end, low), (end, high), (begin, high), (begin, low)]
             box = Outline(corners, closed=True)
@@ -138,11 +146,13 @@ def memory_drawing(prediction: Prediction) -> Drawing:
     stacked = stacked_memory(prediction)
     count = len(prediction.ranks)
     figure, axes = plot.new_axes((7.6, 3.4), x="pipeline rank")
+    # Bars of a kind stand on those of the kinds before it.
     base = [0.0] * count
     for colour, sizes in zip(KINDS, stacked.values(), strict=False):
         axes.bar(range(count), sizes, bottom=base, color=colour, width=0.8)
         base = [low + size for low, size in zip(base, sizes, strict=True)]
     have = prediction.machine.profile.memory_bytes / GIB
+    # The device's memory as a line: what is above does not fit.
     axes.axhline(have, color=plot.BAD, lw=1.2)
     axes.set_ylabel("GiB", color=plot.INK)
     axes.set_ylim(0, 1.05 * max(have, *base))
@@ -174,8 +184,11 @@ def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Dr
 def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: float) -> Drawing:
     """Draw the goodput over the time between two saves."""
     figure, axes = plot.new_axes((7.6, 3.0), x="minutes between saves")
-    x, y = zip(*goodput_points(losses, step), strict=True)
-    axes.plot(x, [100 * share for share in y], color=plot.LINE, lw=1.6)
+    # Where failures come faster than steps, there is no interval to draw.
+    points = goodput_points(losses, step)
+    x = [minutes for minutes, _ in points]
+    y = [100 * share for _, share in points]
+    axes.plot(x, y, color=plot.LINE, lw=1.6)
     axes.plot([expected.save_interval * step / 60], [100 * expected.share], "o", color=plot.POINT)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -187,7 +200,7 @@ def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: floa
 
 
 def decimals(axes: Axes) -> None:
-    """Let the axis of a quantity that is no count have decimals."""
+    """Allow decimals on an axis of something that is measured, not counted."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(6))

@@ -10,7 +10,7 @@ from meshwright.apps.plan.measure.operations import StepOperations
 from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.saving import SaveTime, save_time
 from meshwright.apps.plan.timeline import StageTimes
-from meshwright.apps.plan.timing import StepTime, measured_operations, stage_times, step_time
+from meshwright.apps.plan.timing import StepTerms, StepTime, measured_operations, terms_of
 from meshwright.base.device import ask_nvidia_smi
 from meshwright.base.device_profiles import (
     DeviceProfile,
@@ -48,8 +48,8 @@ class Prediction:
     def measured(self) -> Prediction:
         """Return the prediction by real steps, if this machine can measure them.
 
-        It takes seconds and patches torch, so nothing may train in this process. The blocks of a
-        CPU are others than those that are measured.
+        It takes seconds and patches torch, so nothing may train in this process. Only the blocks of
+        a GPU can be measured, so a plan for a CPU stays an estimate.
         """
         return replace(
             self, is_measured=self.machine.profile.kind != "cpu" and memory.can_measure()
@@ -57,7 +57,8 @@ class Prediction:
 
     @cached_property
     def padded(self) -> int:
-        m, p = self.config.model, self.config.parallel
+        m = self.config.model
+        p = self.config.parallel
         divisor = m.make_vocab_size_divisible_by
         return padded_size(
             self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to
@@ -72,7 +73,8 @@ class Prediction:
 
     @cached_property
     def left_first(self) -> int:
-        """Bytes that the rank leaves free which is estimated to be the fullest: a quick answer."""
+        """Bytes left free by the rank that is estimated to be the fullest: a quick answer."""
+        # Measuring takes seconds for each rank, so only the likeliest is measured.
         rank = replace(self, is_measured=False).fullest
         if not self.is_measured:
             return self.machine.profile.memory_bytes - self.ranks[rank].total
@@ -81,24 +83,24 @@ class Prediction:
 
     @cached_property
     def operations(self) -> StepOperations | None:
-        """What a step executes, if that is measured; no run of compiled blocks is."""
-        return (
-            measured_operations(self.config, self.padded, self.machine.profile)
-            if self.is_measured
-            else None
-        )
+        """What a step executes, if it is measured; a step of compiled blocks cannot be."""
+        if not self.is_measured:
+            return None
+        return measured_operations(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def terms(self) -> StepTerms:
+        machine = self.machine
+        return terms_of(self.config, self.padded, machine.profile, machine.links, self.operations)
 
     @cached_property
     def time(self) -> StepTime:
-        machine = self.machine
-        return step_time(self.config, self.padded, machine.profile, machine.links, self.operations)
+        return self.terms.result()
 
     @property
     def stage_times(self) -> StageTimes:
-        machine = self.machine
-        return stage_times(
-            self.config, self.padded, machine.profile, machine.links, self.operations
-        )
+        """Seconds of a micro-batch in each stage."""
+        return self.terms.stage_times(self.terms.all_stages())
 
     @cached_property
     def save(self) -> SaveTime:
@@ -157,6 +159,7 @@ def find_machine(
 def this_device() -> DeviceProfile:
     """Return the profile of this machine's devices: of its GPU, or of its CPU if it has none."""
     try:
+        # The driver's tool is asked, since importing torch takes seconds.
         product = ask_nvidia_smi("name", "csv,noheader").splitlines()[0]
     except (RuntimeError, IndexError):
         return load_profile("cpu")

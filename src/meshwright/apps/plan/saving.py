@@ -10,7 +10,7 @@ from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import state_bytes
 from meshwright.training.parameters import parameters_of_ranks
 
-STALL = 1.13  # of the time of the copies to the host: the wait for the step, and the start
+STALL = 1.13  # times the seconds of the copies to the host; a save also waits for the step
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,19 @@ class SaveTime:
 
 def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveTime:
     """Predict a save in the native format; every machine writes to a disk of its own speed."""
-    p, o = config.parallel, config.optimizer
+    p = config.parallel
+    o = config.optimizer
     _, full = traffic.number_bytes(config)
 
     # Bytes of a parameter: its master, its average and its moments.
-    each = full * (1 + (o.ema > 0))
+    each = full
+    if o.ema > 0:
+        each += full
     if not config.checkpoint.no_save_optim:
         moments = 2 if o.optimizer in ("adam", "adamw") else 1
         each += moments * state_bytes(o, full)
-    tp, of_ranks = p.tensor_model_parallel_size, parameters_of_ranks(config, padded)
+    tp = p.tensor_model_parallel_size
+    of_ranks = parameters_of_ranks(config, padded)
     total = tp * sum(of_ranks) * each
 
     # The fullest rank copies its part to the host, and each machine writes what its ranks have.
@@ -42,5 +46,8 @@ def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveT
     ranks = min(config.world, tp * len(of_ranks) * savers)
     machines = max(1, ranks // profile.links.gpus_per_node)
     writing = total / machines / profile.storage["disk"]
+
+    # Training goes on beside the writing, unless a step works in the same memory.
+    seconds = copying + writing
     in_background = profile.kind != "cpu" and not p.offloads
-    return SaveTime(total, copying if in_background else copying + writing, copying + writing)
+    return SaveTime(total, copying if in_background else seconds, seconds)

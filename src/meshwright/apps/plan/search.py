@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -99,7 +99,9 @@ class LegalLayouts:
     """The layouts of a run that the checks accept, with the reasons against the others."""
 
     def __init__(self, run: Run, freedom: Freedom) -> None:
-        self.run, self.freedom, self.refusals = run, freedom, Refusals()
+        self.run = run
+        self.freedom = freedom
+        self.refusals = Refusals()
         self.copies = run.config.parallel.num_distributed_optimizer_instances
         self.batch_reasons: dict[tuple[int, int], str] = {}
         self.other_reasons: dict[tuple[object, ...], str] = {}
@@ -111,19 +113,18 @@ class LegalLayouts:
     # Shapes: the numbers of ranks and the format, for any batch
 
     def shapes(self) -> Iterator[LayoutSizes]:
+        # What is chosen later has its least value here, so that the checks do not refuse it.
         start = estimate.layout_of(self.run.config)
-        is_fixed = self.freedom.fixed.__contains__
-        if not is_fixed("micro_batch_size"):
+        if "micro_batch_size" not in self.freedom.fixed:
             start = start._replace(micro_batch_size=1)
-        if not is_fixed("zero_stage"):
+        if "zero_stage" not in self.freedom.fixed:  # replicas of shards need some ZeRO
             start = start._replace(zero_stage=min(1, self.copies - 1))
         start = start._replace(recompute_granularity=self.recomputations()[0])
-        return self.divided(
-            start, [self.by_tensor, self.by_context, self.by_pipeline, self.by_format]
-        )
+        levels = [self.by_tensor, self.by_context, self.by_pipeline, self.by_format]
+        return self.divided(start, levels)
 
     def divided(
-        self, layout: LayoutSizes, levels: list[Callable[[LayoutSizes], list[LayoutSizes]]]
+        self, layout: LayoutSizes, levels: Sequence[Callable[[LayoutSizes], list[LayoutSizes]]]
     ) -> Iterator[LayoutSizes]:
         """Yield the legal layouts of these levels: what a level refuses is not divided further."""
         if not levels:
@@ -137,6 +138,7 @@ class LegalLayouts:
                 yield from self.divided(changed, levels[1:])
 
     def by_tensor(self, layout: LayoutSizes) -> list[LayoutSizes]:
+        # A rank has at least a head.
         most = self.run.config.model.num_attention_heads or 1
         sizes = [n for n in divisors(self.run.config.world) if n <= most]
         return [
@@ -149,6 +151,7 @@ class LegalLayouts:
 
     def by_context(self, layout: LayoutSizes) -> list[LayoutSizes]:
         tp = layout.tensor_model_parallel_size
+        # Context ranks exchange tokens for heads, of which tensor ranks have a part.
         most = (self.run.config.model.num_attention_heads or 1) // tp
         sizes = [n for n in divisors(self.run.config.world // tp) if n <= most]
         return [
@@ -160,6 +163,7 @@ class LegalLayouts:
         ranks = self.run.config.world // (
             layout.tensor_model_parallel_size * layout.context_parallel_size
         )
+        # A stage has at least a layer.
         sizes = [n for n in divisors(ranks) if n <= (self.run.config.model.num_layers or 1)]
         return [
             layout._replace(pipeline_model_parallel_size=pp)
@@ -176,16 +180,19 @@ class LegalLayouts:
 
     def micro_batches(self, shape: LayoutSizes) -> list[LayoutSizes]:
         """Return a shape with each micro-batch of which its ranks can make a batch."""
-        dp, out = self.run.data_ranks(shape), []
+        dp = self.run.data_ranks(shape)
+        out = []
         sizes = [
             n for n in divisors(max(1, self.run.config.global_batch // dp)) if n <= MOST_MICRO_BATCH
         ]
         for size in self.free(shape, "micro_batch_size", sizes):
-            layout, key = shape._replace(micro_batch_size=size), (dp, size)
+            layout = shape._replace(micro_batch_size=size)
+            key = (dp, size)
+            # The checks of a batch are slow, and depend on these two numbers alone.
             if key not in self.batch_reasons:
                 self.batch_reasons[key] = first(batch_problems(self.run.config_of(layout)))
-            if self.batch_reasons[key]:
-                self.refusals.note(self.batch_reasons[key])
+            if reason := self.batch_reasons[key]:
+                self.refusals.note(reason)
             else:
                 out.append(layout)
         return out
@@ -195,11 +202,15 @@ class LegalLayouts:
 
         GPipe is left out: it waits as long as 1F1B and holds more.
         """
-        pp, layers = shape.pipeline_model_parallel_size, self.run.config.model.num_layers or 0
+        pp = shape.pipeline_model_parallel_size
+        layers = self.run.config.model.num_layers or 0
         names = self.free(shape, "pipeline_schedule", ["1f1b"])
-        even = layers // pp if pp > 1 and layers % pp == 0 else 1
-        virtual = "num_layers_per_virtual_pipeline_stage"
-        sizes = self.free(shape, virtual, [None, *divisors(even)[:-1]])
+        # Virtual stages of as many layers as divide those of a rank, which all ranks have alike.
+        even = 1
+        if pp > 1 and layers % pp == 0:
+            even = layers // pp
+        virtual: list[int | None] = [None, *divisors(even)[:-1]]
+        sizes = self.free(shape, "num_layers_per_virtual_pipeline_stage", virtual)
         return [(name, sizes) for name in names]
 
     def zero_stages(self, shape: LayoutSizes) -> list[int]:
@@ -209,19 +220,20 @@ class LegalLayouts:
     def recomputations(self) -> list[Any]:
         """Return what there is now, and what saves more memory."""
         now = self.run.config.training.recompute_granularity
-        return (
-            [now]
-            if "recompute_granularity" in self.freedom.fixed
-            else [*RECOMPUTE[RECOMPUTE.index(now) :]]
-        )
+        if "recompute_granularity" in self.freedom.fixed:
+            return [now]
+        return [*RECOMPUTE[RECOMPUTE.index(now) :]]
 
     def is_legal(self, layout: LayoutSizes, is_round: bool) -> bool:
-        """Return whether a legal shape is so with its schedule and ZeRO stage.
+        """Return whether a legal shape stays legal with its schedule and ZeRO stage.
 
         `is_round`: pipeline ranks can share the micro-batches of a step.
         """
-        dp, pp = self.run.data_ranks(layout), layout.pipeline_model_parallel_size
-        is_shared, is_copied = dp * layout.context_parallel_size > 1, dp % self.copies == 0
+        # All by which the answer may differ, so that each kind of layout is checked once.
+        dp = self.run.data_ranks(layout)
+        pp = layout.pipeline_model_parallel_size
+        is_shared = dp * layout.context_parallel_size > 1
+        is_copied = dp % self.copies == 0
         order = (
             layout.pipeline_schedule,
             layout.num_layers_per_virtual_pipeline_stage,
@@ -230,9 +242,10 @@ class LegalLayouts:
         key = (pp, *order, layout.fp8_format, is_round, is_shared, is_copied)
         if key not in self.other_reasons:
             self.other_reasons[key] = first(parallel_problems(self.run.config_of(layout)))
-        if self.other_reasons[key]:
-            self.refusals.note(self.other_reasons[key])
-        return not self.other_reasons[key]
+        reason = self.other_reasons[key]
+        if reason:
+            self.refusals.note(reason)
+        return not reason
 
     def is_round(self, layout: LayoutSizes) -> bool:
         unit = self.run.data_ranks(layout) * layout.micro_batch_size
@@ -250,14 +263,20 @@ class Search:
     """One search: layouts are ranked by estimates, then the best of them predicted in full."""
 
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
-        self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
-        self.found, self.have = Found(), machine.profile.memory_bytes
-        # bytes of the nearest layout, and itself
+        self.machine = machine
+        self.vocabulary = vocabulary
+        self.freedom = freedom
+        self.keep = keep
+        self.found = Found()
+        self.have = machine.profile.memory_bytes
+        # Bytes and layout of the one that lacks the least memory, by its estimate.
         self.least_lack: tuple[float, LayoutSizes] | None = None
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
-        run, found = self.run_of(config), self.found
+        # Estimates, which are quick, rank all layouts; a full prediction takes seconds.
+        run = self.run_of(config)
+        found = self.found
         ranked = self.ranked(run)
         few = [
             self.predict(run, layout)
@@ -271,18 +290,22 @@ class Search:
             for one in found.ranked:
                 if len(found.fitting) == self.keep or found.too_large == most:
                     break
-                # One that is estimated to be too large is tried only where it may be the fastest.
+                # One that is estimated to be too large is tried only until a faster one fits.
                 if not found.fitting or one.tensors <= self.have:
                     show(self.try_layout(one.measured()))
         found.fitting.sort(key=lambda one: one.time.seconds)
+        # The rest of those that were timed are slower, or too large, which is counted already.
         found.slower += len(few) - len(found.fitting) - (found.too_large - before)
+        # Not even an estimate fits: say by how little the nearest does not.
         if not found.fitting and found.nearest is None and self.least_lack is not None:
             found.nearest = self.predict(run, self.least_lack[1]).measured()
         return found
 
     def find_small(self, config: TrainConfig) -> Prediction | None:
         """Return a layout that fits, of the few that need the least memory; None if none does."""
-        run, sizes = self.run_of(config), list[tuple[float, LayoutSizes]]()
+        run = self.run_of(config)
+        sizes = list[tuple[float, LayoutSizes]]()
+        # One that fits for sure ends the search; of the others the smallest are tried in full.
         legal = LegalLayouts(run, self.freedom)
         for shape in legal.shapes():
             if layout := smallest(legal, shape):
@@ -306,9 +329,12 @@ class Search:
 
     def try_layout(self, prediction: Prediction) -> bool:
         """Add a layout to those that fit, unless it does so with less recomputation too."""
-        found, alike = self.found, recomputed_alike(prediction.config)
+        found = self.found
+        alike = recomputed_alike(prediction.config)
+        # The ranking has one with less recomputation first, which is faster.
         if any(recomputed_alike(other.config) == alike for other in found.fitting):
             return False
+        # The ranking asked the checks of layout and batch alone.
         if problems := checks.problems(prediction.config, needs_data=False):
             found.refusals.note(problems[0].text)
             return False
@@ -324,16 +350,20 @@ class Search:
         """Yield the layouts that may fit, the fastest first, with little recomputation."""
         legal = LegalLayouts(run, self.freedom)
         self.found.refusals, kinds = legal.refusals, legal.recomputations()
-        # micro-batches from which layouts fail
-        heap, fails = self.candidates(run, legal), dict[LayoutSizes, int]()
+        heap = self.candidates(run, legal)
+        fails = dict[LayoutSizes, int]()  # layout -> the micro-batch from which on it is too large
         number = len(heap)
         while heap:
             layout = heapq.heappop(heap).layout
+            # What is left when the caller has enough is slower than all that it got.
             self.found.slower = len(heap)
             alike = layout._replace(micro_batch_size=0, recompute_granularity=None)
+            # A smaller micro-batch of the same layout did not fit, even with all recomputation.
             if layout.micro_batch_size >= fails.get(alike, math.inf):
                 self.found.too_large += 1
                 continue
+            # Three outcomes: it fits; it may fit, or would with more recomputation, which then goes
+            # back into the heap by its own time; or no recomputation helps.
             more = kinds[kinds.index(layout.recompute_granularity) + 1 :]
             need = estimate.need_of(run, layout)
             if need * (1 - NEAR) <= self.have:
@@ -341,9 +371,9 @@ class Search:
                 if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
                     continue
             elif not self.may_fit(run, layout._replace(recompute_granularity=kinds[-1])):
-                fails[alike] = (
-                    0 if estimate.held_of(run, layout) > self.have else layout.micro_batch_size
-                )
+                # If what it holds throughout is too much, no micro-batch is small enough.
+                is_too_large = estimate.held_of(run, layout) > self.have
+                fails[alike] = 0 if is_too_large else layout.micro_batch_size
                 self.found.too_large += 1
                 continue
             if more:
@@ -360,13 +390,16 @@ class Search:
     def may_fit(self, run: Run, layout: LayoutSizes) -> bool:
         """Return whether a layout may fit, and keep the nearest of those that do not."""
         need = estimate.need_of(run, layout)
-        if need * (1 - NEAR) > self.have and (self.least_lack is None or need < self.least_lack[0]):
+        if need * (1 - NEAR) <= self.have:
+            return True
+        if self.least_lack is None or need < self.least_lack[0]:
             self.least_lack = need, layout
-        return need * (1 - NEAR) <= self.have
+        return False
 
     def candidates(self, run: Run, legal: LegalLayouts) -> list[RankedLayout]:
         """Return all legal layouts with the least recomputation, as a heap."""
-        out, shapes = list[RankedLayout](), [*legal.shapes()]
+        out = list[RankedLayout]()
+        shapes = [*legal.shapes()]
         with progress_bar("ranking layouts", len(shapes), of="count") as show:
             for shape in shapes:
                 for layout, seconds in timed_layouts(run, legal, shape):
@@ -383,10 +416,9 @@ def timed_layouts(
     layouts = legal.micro_batches(shape)
     if not layouts:
         return
-    micro, rounds = (
-        [layout.micro_batch_size for layout in layouts],
-        [legal.is_round(layout) for layout in layouts],
-    )
+    micro = [layout.micro_batch_size for layout in layouts]
+    rounds = [legal.is_round(layout) for layout in layouts]
+    # One layout for those that are round and one for the others.
     examples = dict(zip(rounds, layouts, strict=True))
     for (name, sizes), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
         seconds = estimate.step_seconds(run, shape.ordered(name, None, zero), micro, sizes)
@@ -406,10 +438,14 @@ def smallest(legal: LegalLayouts, shape: LayoutSizes) -> LayoutSizes | None:
     layout = next(iter(legal.micro_batches(shape)), None)
     if layout is None:
         return None
+    # The smallest micro-batch, all recomputation, the first schedule and the most ZeRO.
     (name, sizes), *_ = legal.schedules(shape)
     layout = layout._replace(recompute_granularity=legal.recomputations()[-1])
-    stages = (layout.ordered(name, sizes[0], zero) for zero in reversed(legal.zero_stages(shape)))
-    return next((each for each in stages if legal.is_legal(each, legal.is_round(each))), None)
+    for zero in reversed(legal.zero_stages(shape)):
+        each = layout.ordered(name, sizes[0], zero)
+        if legal.is_legal(each, legal.is_round(each)):
+            return each
+    return None
 
 
 def recomputed_alike(config: TrainConfig) -> TrainConfig:
@@ -424,13 +460,13 @@ MOST_CHANGES = 3
 
 def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
     """Return for each setting the values with which a rank may need less memory."""
-    p, t = c.parallel, c.training
+    p = c.parallel
+    t = c.training
     now = RECOMPUTE.index(t.recompute_granularity)
-    tp, pp, cp = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.context_parallel_size,
-    )
+    tp = p.tensor_model_parallel_size
+    pp = p.pipeline_model_parallel_size
+    cp = p.context_parallel_size
+    # Data-parallel ranks become ranks of another dimension.
     factors = [n for n in divisors(c.dp) if n > 1]
     return [
         [{"recompute_granularity": kind} for kind in RECOMPUTE[now + 1 :]],
@@ -447,21 +483,21 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
 
 def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
     """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
-    steps, have = (
-        [each for each in smaller_steps(prediction.config) if each],
-        prediction.machine.profile.memory_bytes,
-    )
+    steps = [each for each in smaller_steps(prediction.config) if each]
+    have = prediction.machine.profile.memory_bytes
     for number in range(1, MOST_CHANGES + 1):
         hopeful = list[tuple[Settings, Prediction]]()
         for chosen in itertools.combinations(steps, number):
             for values in itertools.product(*chosen):
                 settings = {name: value for each in values for name, value in each.items()}
                 config = with_settings(prediction.config, **settings)
+                # The checks and the estimate are quick, and leave few to be predicted in full.
                 if parallel_problems(config) or batch_problems(config):
                     continue
                 changed = Prediction(config, prediction.machine, prediction.vocabulary)
                 if changed.tensors * (1 - NEAR) <= have:
                     hopeful.append((settings, changed))
+        # Of as many changes, the fastest is proposed.
         hopeful.sort(key=lambda pair: pair[1].time.seconds)
         for settings, changed in hopeful[:MOST_TRIALS]:
             in_full = dataclasses.replace(changed, is_measured=prediction.is_measured)

@@ -55,19 +55,24 @@ def happening(
     """
     last = max(max(mine) for mine in stages)
     done: set[Message] = set()
-    places, total = [0] * len(lists), sum(map(len, lists))
+    places = [0] * len(lists)
+    total = sum(map(len, lists))
+    # Each rank runs as far as it can, again and again, until all lists are at their end.
     while len(done) < total:
         moved = False
         for rank, todo in enumerate(lists):
             for place in range(places[rank], len(todo)):
                 op, chunk, microbatch = todo[place]
-                stage, need = stages[rank][chunk], None
+                stage = stages[rank][chunk]
+                # A forward pass needs the stage before, a backward pass the one after; the last
+                # stage turns its own forward pass around.
+                need = None
                 if op == "F" and stage:
                     need = ("F", stage - 1, microbatch)
+                elif op == "B" and stage < last:
+                    need = ("B", stage + 1, microbatch)
                 elif op == "B":
-                    need = (
-                        ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
-                    )
+                    need = ("F", stage, microbatch)
                 if need is not None and need not in done:
                     break
                 made = (op, stage, microbatch)
@@ -93,16 +98,22 @@ def simulate(
     cost = {"F": times.forward, "B": times.backward}
     done: dict[Message, float] = {}  # message -> time
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
-    clock, held, live, busy = [0.0] * pp, [0] * pp, [0] * pp, 0.0
+    clock = [0.0] * pp
+    held = [0] * pp
+    live = [0] * pp
+    busy = 0.0
     for rank, place, need, made in happening(lists, stages):
         action = lists[rank][place]
         start = clock[rank]
         if need is not None:
-            start = max(start, done[need]) + (times.message if rank_of[need[1]] != rank else 0.0)
+            start = max(start, done[need])
+            if rank_of[need[1]] != rank:
+                start += times.message
         spent = cost[action.op][made[1]]
         clock[rank] = done[made] = start + spent
         busy += spent
         spans[rank][action] = (start, clock[rank])
+        # A forward pass keeps activations until the backward pass of the same micro-batch.
         held[rank] += 1 if action.op == "F" else -1
         live[rank] = max(live[rank], held[rank])
     total = max(clock)
@@ -128,10 +139,14 @@ def order(kind: ScheduleName, pp: int, microbatches: int, chunks: int) -> tuple[
     places: dict[Message, int] = {}
     nodes: list[Node] = []
     for rank, place, need, made in happening(lists, stages):
-        waits = -1 if need is None else places[need]
+        waits = -1
+        is_sent = False
+        if need is not None:
+            waits = places[need]
+            is_sent = rank_of[need[1]] != rank
         cost = first[lists[rank][place].op] + made[1]
         places[made] = len(nodes)
-        nodes.append(Node(rank, cost, waits, need is not None and rank_of[need[1]] != rank))
+        nodes.append(Node(rank, cost, waits, is_sent))
     return tuple(nodes)
 
 
@@ -145,13 +160,17 @@ def makespan(
     rest = max(0, (microbatches - ROUNDS * pp) // pp - 1)
     few = microbatches - rest * pp
     total = _total(kind, pp, few, chunks, times)
+    # What one round more takes, for each round that was left out.
     return total + rest * (total - _total(kind, pp, few - pp, chunks, times)) if rest else total
 
 
 @functools.lru_cache(1 << 14)
 def _total(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
-    costs, message = (*times.forward, *times.backward), times.message
-    clock, ends = [0.0] * pp, list[float]()
+    # The same as `simulate`, without spans: a search asks for thousands of these.
+    costs = (*times.forward, *times.backward)
+    message = times.message
+    clock = [0.0] * pp
+    ends = list[float]()
     for rank, cost, need, is_sent in order(kind, pp, microbatches, chunks):
         start = clock[rank]
         if need >= 0:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.apps.plan import timeline, traffic
 from meshwright.apps.plan.measure.operations import Heads, Operations, StepOperations
@@ -41,19 +41,18 @@ from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
 
-if TYPE_CHECKING:
-    from meshwright.training.network import Model
-
-# The closed form: how much more a layer's passes move than in fused blocks, by how many kernels.
+# The closed form: the bytes and the kernels of a layer's passes, as multiples of a fused block's.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {
     "fused": (1.0, 1.0),
     "compiled": (1.4, 1.0),
     "plain": (2.2, 2.5),
 }
-# Its collectives in each direction, for the host: of an exchange of tensor ranks, plain and
-# overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
-# benchmarks/records/2026-11-28-four-gpus.
-TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (1, 1.5), 2.5, 5
+# The host's time to launch communication in each direction of a layer, in collectives: for an
+# exchange between tensor ranks (plain, overlapped), for context ranks, and for a unit of ZeRO 3.
+# From steps without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
+TENSOR_LAUNCHES = (1, 1.5)
+CONTEXT_LAUNCHES = 2.5
+SHARD_LAUNCHES = 5
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
@@ -102,7 +101,7 @@ class Step(NamedTuple):
 
 
 def measured_operations(
-    config: TrainConfig, padded: int, profile: DeviceProfile, model: Model | None = None
+    config: TrainConfig, padded: int, profile: DeviceProfile
 ) -> StepOperations | None:
     """Return what a step executes, by the measurement that its memory is known from.
 
@@ -112,39 +111,18 @@ def measured_operations(
         return None
     from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
 
-    return operations_of_step(config, padded, model) if is_measurable(config) else None
-
-
-def step_time(
-    config: TrainConfig,
-    padded: int,
-    profile: DeviceProfile,
-    links: Links | None = None,
-    measured: StepOperations | None = None,
-) -> StepTime:
-    """Predict a step of the slowest rank, from what was measured or by the closed form."""
-    return terms_of(config, padded, profile, links or profile.links, measured).result()
-
-
-def stage_times(
-    config: TrainConfig,
-    padded: int,
-    profile: DeviceProfile,
-    links: Links,
-    measured: StepOperations | None = None,
-) -> timeline.StageTimes:
-    """Return the seconds of a micro-batch in each stage."""
-    terms = terms_of(config, padded, profile, links, measured)
-    return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
+    return operations_of_step(config, padded) if is_measurable(config) else None
 
 
 def terms_of(
     config: TrainConfig,
     padded: int,
     profile: DeviceProfile,
-    links: Links,
-    measured: StepOperations | None,
+    links: Links | None = None,
+    measured: StepOperations | None = None,
 ) -> StepTerms:
+    """Return the terms of a step, by what was measured or else by the closed form."""
+    links = links or profile.links
     if measured is None:
         return StepTerms(config, padded, profile, links)
     return MeasuredTerms(config, padded, profile, links, measured)
@@ -167,15 +145,21 @@ class StepTerms:
     def __init__(
         self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links
     ) -> None:
-        self.config, self.padded, self.profile, self.links = config, padded, profile, links
+        self.config = config
+        self.padded = padded
+        self.profile = profile
+        self.links = links
         self.layers: dict[tuple[bool, bool], Step] = {}
         self.stages: dict[tuple[object, ...], Step] = {}
-        m, p = config.model, config.parallel
-        self.m, self.p = m, p
+        m = config.model
+        p = config.parallel
+        self.m = m
+        self.p = p
         self.tp = p.tensor_model_parallel_size
         self.cp = p.context_parallel_size
         self.pp = p.pipeline_model_parallel_size
-        self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
+        self.seq = config.data.seq_length or 0
+        self.hidden = m.hidden_size or 0
         self.rows = rows(config)
         self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
         self.low, self.full = traffic.number_bytes(config)
@@ -248,11 +232,13 @@ class StepTerms:
 
     def a_pass(self, size: float, kernels: float = 1) -> float:
         """Return the seconds of reading or writing so many bytes by some kernels."""
+        # A kernel takes some time however little it moves.
         return size / self.passes_speed + kernels * self.profile.seconds["pass"]
 
     def products_of_layer(self, is_fp8: bool) -> float:
         """Return the seconds of a layer's products forward; each gradient takes as long."""
-        low, total = self.config.precision.dtype, 0.0
+        low = self.config.precision.dtype
+        total = 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
             # Tensor parallelism shards the outputs of a branch's first matrix, the second's inputs.
             matrix = MATRICES[name]
@@ -279,13 +265,17 @@ class StepTerms:
         """Return the seconds of an attention kernel from the FLOPs of all scores, forward."""
         profile = self.profile
         blocks = max(1.0, heads.keys / ATTENTION_ROWS)
-        # Half of a causal square is computed, and the diagonal's blocks whole. Kernels are compiled
-        # for widths of 64 and multiples of 128. Forward makes two products, backward five.
-        share = (blocks + 1) / blocks / (1 if windowed else 2)
+        # Half of a causal square is computed, and the diagonal's blocks whole.
+        share = (blocks + 1) / blocks
+        if not windowed:
+            share /= 2
+        # Kernels are compiled for widths of 64 and multiples of 128.
         width = 64 if heads.width <= 64 else -(-heads.width // 128) * 128
-        computed = flops * share * width / heads.width * (2.5 if heads.is_backward else 1.0)
+        # Forward makes two products, backward five.
+        products = 2.5 if heads.is_backward else 1.0
+        computed = flops * share * width / heads.width * products
 
-        # What comes on top, as shares: starts of rows, in blocks of the others, and dropout.
+        # What comes on top, as shares of this: the start of each row of blocks, and dropout.
         starts = ATTENTION_STARTS / (blocks + 1)
         drawing = 0.0
         if heads.draws:
@@ -296,7 +286,8 @@ class StepTerms:
 
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
         """Return the work of a layer for one micro-batch."""
-        m, products = self.m, self.products_of_layer(is_fp8)
+        m = self.m
+        products = self.products_of_layer(is_fp8)
 
         # Bytes that passes read and write: the residual stream, the heads and the MLP's middle,
         # each so many times.
@@ -316,28 +307,32 @@ class StepTerms:
             forward += 2 * stream + heads + middle
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
 
-        # Each way's seconds on the device, and the host's to launch it.
+        # The seconds of each direction on the device, and of the host that launches it.
         more_bytes, more_kernels = BLOCKS[self.block]
         casts = 4 if is_fp8 else 0
         launches = LAYER_LAUNCHES["plain" if self.block == "plain" else "fused"]
         ways = []
-        for way, (attention, moved) in enumerate(
-            zip(self.attention(windowed), (forward, backward), strict=True)
-        ):
+        attention = self.attention(windowed)
+        for way, moved in enumerate((forward, backward)):
             kernels = more_kernels * LAYER_LAUNCHES["fused"][way]["triton"] + casts
             passes = self.a_pass(more_bytes * moved, kernels)
             host = self.launching(launches[way])
-            ways.append(Work(products, attention, passes, host=host))
+            ways.append(Work(products, attention[way], passes, host=host))
         first, second = ways
-        if self.config.training.recompute_granularity == "selective":  # attention, once more
+        # Selective recomputation runs attention once more, by one launch.
+        if self.config.training.recompute_granularity == "selective":
             second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
+
+        # The backward pass multiplies twice: for the inputs' gradient and for the weights' own,
+        # which is written to the gradients' total.
         size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values())
-        return Step(first, second + Work(products, passes=self.gradients(size / self.tp)))
+        weights = Work(products, passes=self.gradients(size / self.tp))
+        return Step(first, second + weights)
 
     def gradients(self, size: float) -> float:
         """Return the seconds of writing so many gradients, and of reading those to be added to."""
-        moved = size * self.full * (2 - 1 / self.count)
-        return moved / self.update_speed
+        # The first micro-batch writes the total, each further one reads it and writes it.
+        return size * self.full * (2 - 1 / self.count) / self.update_speed
 
     def tensor_waits(self, products: float) -> tuple[float, float]:
         """Return the seconds that tensor parallelism adds to a layer, forward and backward."""
@@ -360,6 +355,7 @@ class StepTerms:
 
     def waits(self, layers: int) -> tuple[Work, Work]:
         """Return what communication adds to layers for a micro-batch, forward and backward."""
+        # Two messages: what goes to the heads' ranks, and what comes back.
         context = self.sending("context", traffic.context_bytes(self.config), 2)
         ways = []
         for tensor, count in zip(
@@ -368,9 +364,10 @@ class StepTerms:
             host = self.launching({"collective": count})
             ways.append(Work(tensor=tensor, context=context, host=host))
         first, second = ways
-        forward, backward = first.times(layers), second.times(layers)
+        forward = first.times(layers)
+        backward = second.times(layers)
 
-        # Recomputation repeats the forward pass's, but for a segment's last sum.
+        # Recomputation repeats what the forward pass sends, but for the last sum of a segment.
         again, segments = traffic.recomputed(self.config, layers)
         if again:
             redone = first.times(again)
@@ -396,7 +393,7 @@ class StepTerms:
         return Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2))
 
     def exchanges(self) -> tuple[float, float]:
-        """Return a layer's collectives forward and backward, by the time they take of the host."""
+        """Return the host's launches for a layer's communication, forward and backward."""
         others = 0.0
         if self.cp > 1:
             others += CONTEXT_LAUNCHES
@@ -414,18 +411,24 @@ class StepTerms:
         """Return the work of a stage for one micro-batch."""
         sizes = self.config.stages
         kinds = self.kinds(sum(sizes[:number]), sizes[number])
-        is_first, is_last = number == 0, number == len(sizes) - 1
+        is_first = number == 0
+        is_last = number == len(sizes) - 1
         key = (*kinds.items(), is_first, is_last)
         if key not in self.stages:
             self.stages[key] = self.stage_of(kinds, sizes[number], is_first, is_last)
         return self.stages[key]
 
+    def all_stages(self) -> list[Step]:
+        return [self.stage(number) for number in range(len(self.config.stages))]
+
     def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
         """Return how many layers of a stage have a window or not, and multiply in fp8 or not."""
-        m, precision = self.m, self.config.precision
+        m = self.m
+        precision = self.config.precision
         if not m.window and not precision.first_last_layers_bf16:
             return {(False, bool(precision.fp8_format)): count}
-        windowed, layers = set(m.windowed_layers), m.num_layers or 0
+        windowed = set(m.windowed_layers)
+        layers = m.num_layers or 0
         kinds = Counter[tuple[bool, bool]]()
         for i in range(begin, begin + count):
             kinds[i in windowed, precision.multiplies_fp8(i, layers)] += 1
@@ -441,6 +444,7 @@ class StepTerms:
             layer = self.layers[kind]
             forward += layer.forward.times(layers)
             backward += layer.backward.times(layers)
+        # Recomputation repeats its layers' forward pass before their backward pass.
         again, _ = traffic.recomputed(self.config, count)
         backward += forward.times(again / count)
         if is_first:
@@ -454,12 +458,16 @@ class StepTerms:
         return Step(forward + first, backward + second)
 
     def embedding(self, backward: bool) -> Work:
+        """Return the work of the embedding in one direction."""
         size = self.rows * self.hidden * self.low
-        passes = self.a_pass(5 * size if backward else 3 * size, 3)
-        return Work(passes=passes, host=self.launching({"torch": 8})) + self.wait_of_embedding()
+        times = 5 if backward else 3
+        passes = self.a_pass(times * size, 3)
+        host = self.launching({"torch": 8})
+        return Work(passes=passes, host=host) + self.wait_of_embedding()
 
     def head(self) -> Step:
         """Return the work of the last norm, the head and the loss."""
+        # The vocabulary is divided over tensor ranks, and the head multiplies all tokens.
         columns = self.padded // self.tp
         product = self.product(columns, self.hidden, self.config.precision.dtype)
         logits = self.rows * columns * self.low
@@ -485,8 +493,10 @@ class StepTerms:
         return max(work.device_seconds, work.host)
 
     def result(self) -> StepTime:
-        config, profile = self.config, self.profile
-        stages = [self.stage(s) for s in range(len(config.stages))]
+        """Return a step of the slowest rank."""
+        config = self.config
+        profile = self.profile
+        stages = self.all_stages()
 
         # The passes of all micro-batches on the slowest rank.
         own = stages_of(self.slowest_rank(stages), self.pp, config.chunks)
@@ -496,6 +506,7 @@ class StepTerms:
             stage = stages[s]
             for part in stage:
                 work += part
+            # Without CUDA graphs a pass takes what is slower, so each is looked at by itself.
             forward += self.passes_seconds(stage.forward)
             backward += self.passes_seconds(stage.backward)
         work = work.times(self.count)
@@ -509,10 +520,12 @@ class StepTerms:
         exposed = self.data_parallel(parameters, layers, forward, backward)
 
         # The host.
-        between, prepare = profile.seconds["step"], profile.seconds["prepare"]
-        # the device waits while the host prepares the next step
+        between = profile.seconds["step"]
+        prepare = profile.seconds["prepare"]
+        # Where no step is submitted ahead, the device waits while the host prepares one.
         if not inflight_rule.runs_ahead(config):
-            between, prepare = between + prepare, 0.0
+            between = between + prepare
+            prepare = 0.0
         host = busy - work.device_seconds
         if self.pp == 1 and not self.has_graphs:  # the host runs ahead of the device within a step
             host = max(0.0, work.host + self.update_host() + prepare - busy - update - exposed)
@@ -530,6 +543,7 @@ class StepTerms:
             "between steps": between,
         }
         total = sum(parts.values())
+        # Ranks wait for the slowest device in every step.
         if config.world > 1:
             slow = total * (1 / profile.reached["slowest"] - 1)
             parts["slowest rank"] = slow
@@ -558,14 +572,16 @@ class StepTerms:
         """Return the seconds from the first forward pass to the last backward pass."""
         if self.pp == 1:
             return busy
-        kind, times = self.p.pipeline_schedule, self.stage_times(stages)
+        kind = self.p.pipeline_schedule
+        times = self.stage_times(stages)
         return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
 
     def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
         """Return the seconds of each stage's passes and of a message."""
         forward = tuple(self.passes_seconds(stage.forward) for stage in stages)
         backward = tuple(self.passes_seconds(stage.backward) for stage in stages)
-        message = self.sending("pipeline", traffic.message_bytes(self.config))
+        size = traffic.message_bytes(self.config)
+        message = self.sending("pipeline", size)
         return timeline.StageTimes(forward, backward, message)
 
     def update_host(self) -> float:
@@ -576,6 +592,7 @@ class StepTerms:
         """Return the seconds of clipping and updating so many parameters of a rank."""
         config, o, profile = self.config, self.config.optimizer, self.profile
         data = self.groups["data"].size
+        # With ZeRO a rank updates its shard.
         shards = data if self.p.zero_stage else 1
         own = parameters / shards
 
@@ -592,6 +609,7 @@ class StepTerms:
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
 
+        # On the host: its memory limits the update; gradients come to it, and weights go back.
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         seconds = size / self.update_speed
@@ -615,7 +633,8 @@ class StepTerms:
         """
         if self.groups["data"].size * self.groups["replicas"].size == 1:
             return 0.0
-        zero, within = self.p.zero_stage, self.links.within
+        zero = self.p.zero_stage
+        within = self.links.within
         sent, replicas = traffic.data_bytes(self.config, parameters)
         link, bandwidth = self.link("data")
         may_copy = zero < 2 and self.p.data_parallel_sums != "collectives"
@@ -656,6 +675,7 @@ class MeasuredTerms(StepTerms):
             waits.append((self.wait_of_embedding(),) * 2)
         if number == len(self.config.stages) - 1:
             waits.append(self.waits_of_head())
+        # Communication is not measured: its time is that of the links.
         for first, second in waits:  # what the host launches for them was measured
             forward += first._replace(host=0.0)
             backward += second._replace(host=0.0)
@@ -663,7 +683,8 @@ class MeasuredTerms(StepTerms):
 
     def work(self, operations: Operations) -> Work:
         """Return the work of some operations."""
-        reached, seconds = self.profile.reached, self.profile.seconds
+        reached = self.profile.reached
+        seconds = self.profile.seconds
         products = attention = passes = host = 0.0
         for op, count in operations.items():
             host += count * seconds[LAUNCHES[op.launch]]

@@ -34,10 +34,9 @@ from meshwright.data.text.records import (
 )
 from meshwright.data.text.splitting import cut_document
 
-HELD_OUT = 0.05  # share of the bytes, and the most of them
-# share of the bytes in files passed over for their encoding, above which nothing is learnt
-MOST_UNDECODED = 0.1
-MOST_HELD_OUT = 200_000
+HELD_OUT = 0.05  # share of the bytes that is held out
+MOST_HELD_OUT = 200_000  # bytes that are held out at most
+MOST_UNDECODED = 0.1  # share of the bytes in other encodings, above which nothing is learnt
 SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
 LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
 BLANK = "without text"  # the kind of a line whose text is white space alone
@@ -86,6 +85,7 @@ class CollectedText:
 
 def fraction(text: str) -> float:
     """Return a number in [0, 1) that depends on the text alone."""
+    # By a hash: the same text is drawn or held out again, wherever it stands.
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -124,6 +124,7 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
+        # Two shares: of the pieces that are read, and of all text that is yielded.
         size = max(self.bytes, 1)
         share = self.limit / size  # of the text that is yielded
         read = max(self.limit, limits.LONGEST) / size  # of the pieces that are read
@@ -163,6 +164,7 @@ class InputDocuments:
 
     def _draw(self, text: str, place: str, share: float) -> Iterator[str]:
         """Yield a share of a document's parts, and no more than the limit."""
+        # A document longer than the limit gives a part of itself alone.
         share = min(share, self.limit / len(text))
         if share >= 1:
             yield text
@@ -208,6 +210,7 @@ class InputDocuments:
 
 def border(parts: list[str], share: float) -> float:
     """Return the fraction below which parts have this share of the characters, or one part has."""
+    # From the lowest fraction on, until so many characters are below.
     fractions = sorted((fraction(part), len(part)) for part in parts)
     wanted = share * sum(size for _, size in fractions)
     for position, size in fractions:
@@ -225,12 +228,15 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     the first parts is. `expected` bytes of text are estimated.
     """
     # The beginning, which is all of a small text, decides how parts are cut and held out.
-    first, characters, rest = list[str](), 0, iter(documents)
+    first = list[str]()
+    characters = 0
+    rest = iter(documents)
     for text in rest:
         first.append(text)
         characters += len(text)
         if characters > 100 * LONGEST_PART:
             break
+    # About a hundred parts of what there is, within bounds.
     longest = min(LONGEST_PART, max(SHORTEST_PART, characters // 100))
     expected = max(characters, expected)
     held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
@@ -241,7 +247,10 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     sampled = SAMPLE_BYTES / expected if expected > 2 * SAMPLE_BYTES else 0
 
     # Write all parts, to learn from (0) or held out (1).
-    sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
+    sizes = [0, 0]
+    parts = [0, 0]
+    count = 0
+    wide = 0
     names = ["train.jsonl", "held_out.jsonl"]
     if sampled:
         names.append("sample.jsonl")
@@ -252,6 +261,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             for part in cut_document(text, longest):
                 position = fraction(part)
                 size = len(part.encode("utf-8", "replace"))
+                # The part's hash alone says which side it is on, and whether the sample has it.
                 side = int(position < held_out or position == least)
                 line = json.dumps({"text": part}).encode() + b"\n"
                 files[side].write(line)
@@ -259,8 +269,10 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
                     files[2].write(line)
                 sizes[side] += size
                 parts[side] += 1
+                # Each character has one byte and those beyond it.
                 wide += size - len(part)
 
+    # Texts that nothing can be learnt from are refused before a vocabulary is made of them.
     if sum(sizes) < LEAST_BYTES:
         raise UserError(
             f"{sum(sizes):,} bytes of text are too few to learn from; "

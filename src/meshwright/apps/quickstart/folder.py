@@ -15,7 +15,6 @@ from meshwright.checkpoint import owner
 from meshwright.config.fields import spelling
 
 # Names in it that a new tour may remove; a model is kept aside.
-TOKEN_FILES = [f"{name}_text_document" for name in ("train", "held_out")]
 TOUR_FILES = [
     "train.jsonl",
     "held_out.jsonl",
@@ -26,9 +25,8 @@ TOUR_FILES = [
     "demo.log",
     "quickstart.log",
 ]
-TOUR_FILES += [
-    f"{name}{end}" for name in TOKEN_FILES for end in (".bin", ".idx", ".tokenizer", ".origin.json")
-]
+for ending in (".bin", ".idx", ".tokenizer", ".origin.json"):
+    TOUR_FILES += [f"train_text_document{ending}", f"held_out_text_document{ending}"]
 
 
 @contextlib.contextmanager
@@ -44,19 +42,21 @@ def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
         raise UserError(f"{folder} is not empty, and no {name} made it; {remedy}", LOCKED)
     is_new = not folder.exists()
     with owner.lock_folder(folder, remedy):  # which makes it
+        # A link there would lead what the tour writes or removes out of its folder.
         for entry in (*TOUR_FILES, mark):
             require_unlinked(folder / entry)
         (folder / mark).touch()
         try:
             yield
         except BaseException:
+            # The mark is empty until a step has finished.
             if not (folder / mark).stat().st_size and not (folder / "run").exists():
                 remove_attempt(folder, mark, is_new)
             raise
 
 
 def remove_attempt(folder: Path, mark: str, is_new: bool) -> None:
-    """Remove what a tour wrote that finished no step, and the folder if it was new."""
+    """Remove the files of a tour that finished no step, and the folder if it was new."""
     for name in (*TOUR_FILES, mark, ".lock"):
         remove(folder / name)
     if is_new:
@@ -87,6 +87,7 @@ def clear_folder(folder: Path, name: str) -> None:
             remove(path)
             continue
         number = 1
+        # The first free number, so that no earlier model is lost.
         while (aside := folder / f"run-{number}").exists():
             number += 1
         with owner.lock_folder(path, "name another folder"):  # someone may be training there
@@ -97,8 +98,8 @@ def clear_folder(folder: Path, name: str) -> None:
 class TourProgress:
     """The finished steps of a tour and their results, in a JSON file of the folder.
 
-    `more_minutes` are those that the tour has now beyond those of the steps that were done, and
-    `changes` says which other settings differ.
+    `more_minutes` are those beyond the minutes of the earlier tour, and `changes` says which other
+    settings differ.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
@@ -112,18 +113,22 @@ class TourProgress:
         """Take up a tour of the same settings, or of fewer minutes, whose model was not removed."""
         try:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
-            before, done = dict(saved["settings"]), dict(saved["done"])
+            before = dict(saved["settings"])
+            done = dict(saved["done"])
         except (OSError, ValueError, LookupError, TypeError):
             return False
+        # More minutes are no other tour: its model is trained further.
         more = self.settings.get("minutes", 0) - before.get("minutes", 0)
         if more > 0:
             before["minutes"] = self.settings["minutes"]
         self.changes = f"other settings: {describe_changes(before, self.settings)}"
         if before != self.settings or not done:
             return False
+        # Someone may have moved the model away, and wants another.
         if "end" in done and not (self.file.parent / "run").is_dir():
             return False
-        self.done, self.more_minutes = done, max(more, 0.0)
+        self.done = done
+        self.more_minutes = max(more, 0.0)
         return True
 
     def finish(self, step: str, result: Any = None) -> None:
@@ -146,7 +151,8 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if before.get(name) == now.get(name):
             continue
         title = "the text" if name == "input" else spelling(name)
-        old, new = shown(before.get(name)), shown(now.get(name))
+        old = shown(before.get(name))
+        new = shown(now.get(name))
         if not old:
             changes.append(f"no {title} was given, now {new}")
         elif new:

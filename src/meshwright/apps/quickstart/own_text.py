@@ -32,14 +32,13 @@ PRECISION_MINUTES = 1  # minutes from which a trial of bfloat16 on a CPU pays
 PRECISION_GAIN = 1.05  # times as fast as float32 that bfloat16 must be
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
-LITTLE_TEXT = 500_000  # bytes of a text that is called small
-# of the time by which the end may be late before the number of steps is corrected
-TIME_MARGIN = 0.05
-WORTH_A_START = 2  # times as long as a start must be what a correction saves or uses
-EVALUATED = 0.1  # of the minutes, at least, for the evaluation
-LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
-USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
-START_SECONDS = 5  # seconds that a start takes, where it was not measured
+LITTLE_TEXT = 500_000  # bytes below which a text is called small
+TIME_MARGIN = 0.05  # share of the time by which the end may be late before steps are corrected
+WORTH_A_START = 2  # starts whose time a correction must save or use
+EVALUATED = 0.1  # share of the minutes that the evaluation gets at least
+LAST_STEPS = 10  # steps left to a run out of time, in which its learning rate falls to the end
+USUAL_STEPS = 1000  # steps of a run whose speed is predicted, which does not depend on them
+START_SECONDS = 5  # seconds of a start that was not measured
 NEW_LENGTH = "--override-opt_param-scheduler"
 
 
@@ -61,7 +60,7 @@ class Deadline:
     scored: float = 0.0  # of these, the score of the whole held-out text
     start: float = START_SECONDS  # seconds that a training needs before its first step
     pace: float = math.inf  # seconds of a step on the machine for which the three hold
-    slower: float = 1.0  # times as slow as that the machine was last
+    slower: float = 1.0  # the pace last measured, as a multiple of that one
 
     @property
     def trial(self) -> float:
@@ -106,12 +105,14 @@ def make_model(
         train_in_time(tour, progress, deadline, showing)
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
+        # As much of the held-out text as there is time for; the machine may have slowed down.
         parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
         is_part = parts < text.held_out_parts
         progress.finish("bits per byte", tour.evaluate(parts if is_part else None))
     with step(
         "7. Let it continue a text: by the most likely words, then by words chosen by chance"
     ):
+        # The first prompt greedily, then the others, or the same by chance.
         prompts = showing.prompts or (prompt_from(Path(tour.held_out)),)
         tour.generate(prompts[0], 64, "--greedy")
         for prompt in prompts[1:] or prompts:
@@ -206,6 +207,7 @@ def choose_training(
     share = text.held_out_bytes / max(text.train_bytes, 1)
     deadline.start = trial.start
     deadline.scored = 2 / 3 * share * tokens / trial.tokens_per_second
+    # The trigram model counts 10 MB a second, after a second to start.
     trigram = 1 + min(text.train_bytes, 5e7) / 1e7
     deadline.after = 3 * trial.bare_start + deadline.scored + trigram
 
@@ -214,6 +216,7 @@ def choose_training(
     plan = plans.plan_training(tokens, machine, seconds)
     for line in describe_plan(plan, machine, tokens, vocab, max(seconds, 0)):
         print(f"  {line}")
+    # A fifth more than what is missing, since what follows takes longer too.
     missing = plans.useful(machine) - seconds
     if plan.limit == "time" and missing > 0:
         enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
@@ -282,6 +285,7 @@ def expected_speed(
     The smallest is tried in any case: training says what to do where memory runs out.
     """
     how = speed_flags(profile.kind != "cpu", 0)
+    # The flags of the run's own command, as train reads them.
     _, *words = tour.training(size, 0, USUAL_STEPS, *how)
     config = parse_settings(TrainConfig, words, "train", check=False).config
     prediction = predictor()(config, profile, vocab)
@@ -296,8 +300,8 @@ class SpeedTrial(NamedTuple):
     """What some steps without saving showed; times in seconds."""
 
     tokens_per_second: float
-    start: float  # of a training, with what its first steps do once, as compiling
-    bare_start: float  # of a command that does not do this
+    start: float  # of a training, with all that its first steps do once, such as compiling
+    bare_start: float  # of a command without that
 
 
 def choose_precision(
@@ -314,6 +318,7 @@ def choose_precision(
     began = time.perf_counter()
     fp32 = measure_speed(tour, size, deadline.trial / 2, [])
     took = time.perf_counter() - began
+    # Without time for a second trial, the format that was tried is taken.
     if took > deadline.trial:
         print(
             f"  precision: fp32; its trial took {took:.0f} s, which leaves no time for one of bf16"
@@ -338,7 +343,7 @@ def measure_speed(
 
     def stop(at: LoggedInterval) -> str | None:
         seen.append(at)
-        if len(seen) < 2:  # the first interval has what is done once
+        if len(seen) < 2:  # the first interval has all that is done once
             return None
         stepping = sum(interval * at.seconds for at in seen[1:])
         if stepping > STEPPING_SECONDS or time.perf_counter() - began > most:
@@ -351,7 +356,7 @@ def measure_speed(
     tour.call(*command, show=lambda line: None, stop=stop)
     took = time.perf_counter() - began
 
-    # The pace is that of the last two thirds; what else it took was the start.
+    # The pace is that of the last two thirds; all other seconds were the start.
     steady = seen[max(len(seen) // 3, 1) :] or seen
     pace = max(sum(at.seconds for at in steady) / max(len(steady), 1), 1e-9)
     speed = size.tokens / pace
@@ -399,9 +404,12 @@ def readings(times: float) -> str:
 
 def with_steps(command: list[str], steps: int) -> list[str]:
     """Return the command of a run that has a new length."""
-    command = command if NEW_LENGTH in command else [*command, NEW_LENGTH]
-    place = command.index("--train-iters") + 1
-    return [*command[:place], str(steps), *command[place + 1 :]]
+    changed = list(command)
+    changed[changed.index("--train-iters") + 1] = str(steps)
+    # A run keeps the schedule of its checkpoint, unless it is told to take the new one.
+    if NEW_LENGTH not in changed:
+        changed.append(NEW_LENGTH)
+    return changed
 
 
 def number_of(command: list[str], flag: str) -> int:
@@ -421,6 +429,7 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     plan = progress.done.get("plan")
     if not progress.more_minutes or plan is None:
         return False
+    # What earlier attempts logged says how fast the machine was.
     rows = run_rows(Path(tour.run))
     if not rows:
         del progress.done["plan"]  # for a new trial
@@ -431,7 +440,7 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     deadline.scored = plan.get("scored", 0.0)
     deadline.pace = pace_of(rows)
 
-    # As many steps as fit into the minutes, and as the text is worth.
+    # As many further steps as fit into the minutes, and in all no more than the text is worth.
     command = plan["command"]
     per_step = number_of(command, "--seq-length") * number_of(command, "--micro-batch-size")
     most = plans.EPOCHS * progress.done["training tokens"] // per_step
@@ -459,6 +468,7 @@ def run_rows(folder: Path) -> list[dict[str, Any]]:
 
 def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showing: Showing) -> None:
     """Train; where the machine becomes faster or slower, correct the number of steps."""
+    # A run that has steps has been continued already.
     is_shown = showing.resumes and not run_rows(Path(tour.run))
     while True:
         plan = progress.done["plan"]
@@ -473,10 +483,10 @@ def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showin
 
 
 class PaceWatch:
-    """Stops a training that would end too early or too late, or to show that it can be resumed.
+    """A rule that stops a training to correct its length, or to show that it can be resumed.
 
-    `next_command` is what continues it then. A run that is continued after an interruption keeps
-    its length, as a very short one does. A busy machine's pace varies from step to step, so it is
+    `next_command` then continues it. A run that is continued after an interruption keeps its
+    length, as a very short one does. A busy machine's pace varies from step to step, so it is
     measured over windows, each as long as a start.
     """
 
@@ -489,14 +499,16 @@ class PaceWatch:
         self.next_command: list[str] = []
         self.seen: int | None = None  # the step of the last log line
         self.steps, self.seconds = 0, 0.0  # of the window so far
-        self.before = 0  # the way in which the window before asked for a correction
+        self.before = 0  # the correction that the window before asked for: 1, -1 or 0
 
     def stop(self, at: LoggedInterval) -> str | None:
-        """Return the reason to stop after this interval, None if it is to go on."""
-        steps, pace = steps_of(self.command), self.measure(at)
+        """Return the reason to stop after this interval; None if the training is to go on."""
+        steps = steps_of(self.command)
+        pace = self.measure(at)
         if self.is_timed and pace is not None:
             self.deadline.slower = pace / self.deadline.pace
             new = correct_steps(at.iteration, pace, steps, self.deadline, self.most)
+            # 1 for more steps, -1 for fewer, 0 for none.
             way = (new > steps) - (new < steps)
             is_second = way != 0 and way == self.before  # two windows agree
             self.before = way
@@ -531,15 +543,21 @@ def pace_of(rows: list[dict[str, Any]]) -> float:
 def correct_steps(done: int, pace: float, steps: int, deadline: Deadline, most: int) -> int:
     """Return the number of steps that ends in time, `steps` if that does.
 
-    `done` steps are taken, and one takes `pace` seconds now. On a machine that became slower, what
-    follows the training takes longer too. No correction is made that saves or uses hardly more time
-    than another start takes.
+    `done` steps are taken, and one takes `pace` seconds now. On a machine that became slower, the
+    commands after the training take longer too. No correction is made that would save or use hardly
+    more time than another start takes.
     """
-    left, step = deadline.left(deadline.slower), pace * plans.validating(steps)
+    # Does it end in time as it is? To be late is worse.
+    left = deadline.left(deadline.slower)
+    step = pace * plans.validating(steps)
     spare = left - (steps - done) * step
-    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
+    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:
         return steps
+
+    # As many steps as fit beside another start, if that is worth it.
     start = deadline.slower * deadline.start
     fitting = done + int((left - start) / step)
     new = min(max(fitting, done + LAST_STEPS, plans.FEWEST_STEPS), most)
-    return steps if abs(new - steps) * step < WORTH_A_START * start else new
+    if abs(new - steps) * step < WORTH_A_START * start:
+        return steps
+    return new

@@ -70,8 +70,8 @@ SIZES = [
 class MeasuredSpeed:
     """The result of a trial: how fast this machine trains a model of one size.
 
-    `predict` returns the tokens per second that `meshwright plan` expects of a size, 0 of one
-    without room.
+    `predict` returns the tokens per second that `meshwright plan` expects of a size, 0 if there is
+    no room for it.
     """
 
     trial: Size
@@ -138,6 +138,7 @@ def trial_size(
     """
     if not accelerator:
         return SIZES[0]
+    # As if the smallest size ran at the speed that the plan expects.
     first = grow(SIZES[0], tokens)
     machine = MeasuredSpeed(first, predict(first), predict, accelerator)
     return plan_training(tokens, machine, seconds).size
@@ -167,15 +168,18 @@ def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> Traini
     sizes = [grow(size, tokens) for size in SIZES] if machine.accelerator else SIZES
     chosen = sizes[0]
     for size in sizes:
+        # Too large for the text, which it would learn by heart.
         if size.parameters > PARAMETERS_PER_TOKEN * tokens:
             continue
+        # What it would read in the time must be worth its parameters.
         read = min(machine.speed(size) * seconds, EPOCHS * tokens)
         if size.parameters * READS <= read:
             chosen = size
 
     # The steps that fit into the time, and those that the text is worth.
     fitting = machine.speed(chosen) * seconds / chosen.tokens
-    by_time, by_text = int(fitting / validating(fitting)), most_steps(chosen, tokens)
+    by_time = int(fitting / validating(fitting))
+    by_text = most_steps(chosen, tokens)
     steps = max(min(by_time, by_text), FEWEST_STEPS)
     steps = steps // 10 * 10  # a round number
 

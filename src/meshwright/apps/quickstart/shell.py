@@ -24,7 +24,7 @@ SHOWN_LINES = 20  # of a training's log; all of them say how fast it is
 
 @dataclass(frozen=True)
 class LoggedInterval:
-    """A log line of a training, as far as it says how the training goes on."""
+    """A log line of a training: how far it is, how fast and how good."""
 
     iteration: int
     total: int  # iterations
@@ -35,11 +35,14 @@ class LoggedInterval:
 
     def __str__(self) -> str:
         """Return what a newcomer wants to see."""
-        speed, place = (
-            f"{self.tokens_per_second:,.0f} tokens/s",
-            f"{self.iteration:>6} of {self.total}",
+        return "   ".join(
+            (
+                f"iteration {self.iteration:>6} of {self.total}",
+                f"loss {self.loss:.3f}",
+                f"{self.tokens_per_second:,.0f} tokens/s",
+                f"{self.left} left",
+            )
         )
-        return f"iteration {place}   loss {self.loss:.3f}   {speed}   {self.left} left"
 
 
 # Read in Megatron's lines, as the trial has no run folder with a metrics.jsonl.
@@ -70,7 +73,8 @@ def call(
     returns a reason, the process gets SIGTERM.
     """
     print(f"$ {shlex.join(['meshwright', *argv])}", flush=True)
-    printed, expected = "", DONE
+    printed = ""
+    expected = DONE
     with (
         open(log, "a", encoding="utf-8", buffering=1, opener=own_file) as everything,
         subprocess.Popen(
@@ -86,22 +90,22 @@ def call(
         assert child.stdout
         try:
             for line in child.stdout:
+                # What it says goes to the log, to the caller, and in short to the user.
                 printed += line
                 everything.write(line)
                 if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
-                if (
-                    stop
-                    and (at := read_step_line(line))
-                    and at.iteration < at.total
-                    and (reason := stop(at))
-                ):
+                at = read_step_line(line) if stop else None
+                if stop is None or at is None or at.iteration == at.total:
+                    continue
+                if reason := stop(at):
                     print(f"  -> {reason}", flush=True)
                     child.send_signal(signal.SIGTERM)
                     stop, expected = None, SIGTERM  # a second one would end it immediately
             status = child.wait()
-        # Ctrl-C reaches only this process; the child, in its own group, saves first
         except BaseException:
+            # Ctrl-C reaches only this process. The child, in a group of its own, is told here and
+            # waited for: it saves first.
             child.send_signal(signal.SIGINT)
             try:
                 child.wait()
@@ -118,9 +122,9 @@ def call(
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a command: at most eight threads, which is enough here.
+    """Return the environment of a command: at most eight threads, enough for models of this size.
 
-    The log has the lines that are read here, whatever form the user's environment asks for.
+    Log lines have the form that is read here, whatever the user's environment asks for.
     """
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
     ours = {
@@ -128,21 +132,27 @@ def environment() -> dict[str, str]:
         "PYTHONIOENCODING": "utf-8",
         "MESHWRIGHT_LOG_FORMAT": "megatron",
     }
+    # The user's number of threads counts, the form of the log does not.
     return few | os.environ | ours
 
 
 class TrainingLines:
-    """Shortens each line of a training's log to what a newcomer wants to see, or to None."""
+    """A function of log lines: the part that a newcomer wants to see, or None."""
 
     def __init__(self) -> None:
-        self.total, self.shown, self.validated, self.saved = 0, 0, "", ""
+        self.total = 0
+        self.shown = 0
+        self.validated = ""
+        self.saved = ""
 
     def __call__(self, line: str) -> str | None:
         if interval := read_step_line(line):
-            self.total, before = interval.total, self.shown
+            self.total = interval.total
+            before = self.shown
             self.shown = SHOWN_LINES * interval.iteration // interval.total
             return str(interval) if self.shown > before else None
         if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
+            # The last step is validated twice: at its interval, and at the end.
             is_again = at[1].startswith("the end") and self.validated == f"iteration {self.total}"
             self.validated = at[1]
             return (

@@ -37,7 +37,7 @@ class TourRequest:
     minutes: float
     device: str
     overwrite: bool
-    # what decides about the result, to be compared with an earlier tour's
+    # All that decides about the result, to be compared with an earlier tour's.
     settings: dict[str, object]
     showing: Showing = Showing()
 
@@ -53,12 +53,14 @@ def start_tour(
 ) -> int:
     """Make the model, or the rest of an unfinished one; return 130 after Ctrl-C."""
     require_parts()
-    folder, name = request.folder, request.name
+    folder = request.folder
+    name = request.name
     mark = f".meshwright-{name}"  # marks a folder as a tour's, and holds its progress
     progress = folders.TourProgress(folder / mark, request.settings)
     tour = Tour(folder, f"{name}.log", request.device)
     try:
         with fitted_output(), folders.claim_folder(folder, mark, name):
+            # Begin anew, take up a finished tour, or go on with an unfinished one.
             if request.overwrite or not progress.resume():
                 if not request.overwrite:
                     folders.require_no_model(folder, progress.changes)

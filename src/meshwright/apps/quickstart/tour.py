@@ -39,19 +39,22 @@ def model_flags(size: Size, dropout: float) -> list[str]:
 def recipe_flags(size: Size, steps: int) -> list[str]:
     """Return the flags of the optimizer and of a schedule over so many steps."""
     warmup = max(1, int(WARMUP * steps))
-    flags = f"{RECIPE} --lr {size.lr:g} --min-lr {size.lr / 100:g} --lr-warmup-iters {warmup}"
+    flags = f"{RECIPE} --lr {size.lr:g} --min-lr {size.lr / 100:g}"
+    flags += f" --lr-warmup-iters {warmup}"
     if size.table_lr:
         flags += f" --embedding-lr {size.table_lr:g}"
     return f"{flags} --train-iters {steps}".split()
 
 
 class Tour:
-    """Runs the steps in one folder; each returns what the next ones need."""
+    """The steps in one folder, each a method that returns what the next ones need."""
 
     def __init__(self, folder: Path, log: str, device: str) -> None:
         self.folder, self.log, self.device = folder, folder / log, device
-        self.run, self.vocabulary = f"{folder}/run", f"{folder}/tokenizer"
-        self.train, self.held_out = f"{folder}/train.jsonl", f"{folder}/held_out.jsonl"
+        self.run = f"{folder}/run"
+        self.vocabulary = f"{folder}/tokenizer"
+        self.train = f"{folder}/train.jsonl"
+        self.held_out = f"{folder}/held_out.jsonl"
 
     def call(self, *argv: str, **how: Any) -> str:
         return call(self.log, list(argv), **how)
@@ -83,9 +86,13 @@ class Tour:
     def run_command(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
         """Return the command of the run: about 60 log lines, four validations and saves."""
         quarter = str(max(1, steps // 4))
-        keep = ["--log-interval", str(max(1, steps // 60)), "--eval-interval", quarter]
-        keep += ["--eval-iters", str(max(1, min(VALIDATED, steps // 20)))]
-        keep += ["--save-interval", quarter, "--keep-last", "1"]
+        keep = [
+            *("--log-interval", str(max(1, steps // 60))),
+            *("--eval-interval", quarter),
+            *("--eval-iters", str(max(1, min(VALIDATED, steps // 20)))),
+            *("--save-interval", quarter),
+            *("--keep-last", "1"),
+        ]
         command = self.training(size, dropout, steps, *keep, *more)
         return [*command, "--save", self.run, "--load", self.run]
 
@@ -104,8 +111,10 @@ class Tour:
             print(f"  on the first {parts:,} of the held-out parts, so as to end in time")
             command += ["--limit", str(parts)]
         table = self.call(*command, "--device", self.device)
+        # From the table that the user sees: the first figure of this name.
         ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
-        return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
+        theirs = compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
+        return ours, theirs
 
     def generate(self, prompt: str, length: int, *how: str) -> None:
         argv = ["generate", self.run, "--prompt", prompt, "--max-new-tokens", str(length), *how]
@@ -144,6 +153,7 @@ def compare_with_trigram(
     def encoded(path: Path) -> Iterator[bytes]:
         return (text.encode() for text in read_texts(TextInputs(input=[str(path)])))
 
+    # More text would hardly change its table of trigrams, and takes time to count.
     learnt = first_bytes(encoded(train), COMPARED)
     theirs = trigram_bits_per_byte(learnt, itertools.islice(encoded(held_out), parts))
     verdict = "the trigram is better: this model needs more training"
@@ -166,12 +176,14 @@ def first_bytes(texts: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 def prompt_from(held_out: Path) -> str:
     """Return the first words of a held-out text: of a long line, or of the longest one."""
+    # The longest line so far, without marks of lists and headings.
     best = ""
     for text in read_texts(TextInputs(input=[str(held_out)])):
         for line in text.splitlines():
-            # no value begins with a hyphen
+            # As the value of --prompt, a text must not begin with a hyphen.
             best = max(best, line.lstrip("-*#> \t").rstrip(), key=len)
             if len(best) >= PROMPT:
+                # Up to the end of a word, unless that would leave little.
                 words = best[:PROMPT].rsplit(" ", 1)
                 return words[0] if len(words[0]) >= PROMPT // 2 else best[: PROMPT // 2]
     return best or "The"

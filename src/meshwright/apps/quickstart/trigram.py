@@ -26,10 +26,13 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
     # Count: each byte alone, after one symbol [257, 256], and after two [257^2, 256].
     a, b, c = _trigrams(train)
     unigrams = (np.bincount(c, minlength=256) + 1) / (len(c) + 256)
+
     trust, counts = _witten_bell(b, c, _SYMBOLS)
-    own = (trust / np.maximum(counts.sum(1), 1))[:, None] * counts
-    bigrams = (1 - trust)[:, None] * unigrams + own
-    trust, counts = _witten_bell(a * _SYMBOLS + b, c, _SYMBOLS**2)
+    weights = trust / np.maximum(counts.sum(1), 1)
+    bigrams = (1 - trust)[:, None] * unigrams + weights[:, None] * counts
+
+    context = a * _SYMBOLS + b
+    trust, counts = _witten_bell(context, c, _SYMBOLS**2)
     seen = np.maximum(counts.sum(1), 1)
 
     # Score. The table of all trigrams is not divided as a whole: most are never asked for.
@@ -38,7 +41,8 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
         raise bad_data("no held-out bytes to score")
     context = a * _SYMBOLS + b
     weight = trust[context]
-    p = (1 - weight) * bigrams[b, c] + weight * counts[context, c] / seen[context]
+    shorter = (1 - weight) * bigrams[b, c]
+    p = shorter + weight * counts[context, c] / seen[context]
     return float(-np.log2(p).mean())
 
 
@@ -49,6 +53,7 @@ def _trigrams(documents: Iterable[bytes]) -> tuple[Integers, Integers, Integers]
     for document in documents:
         parts += [border, np.frombuffer(document, np.uint8).astype(np.int32)]
     x = np.concatenate(parts)
+    # Borders are 256, so what is below is a byte, with two symbols before it.
     bytes_at = np.flatnonzero(x[2:] < 256)
     return x[bytes_at], x[bytes_at + 1], x[bytes_at + 2]
 
@@ -57,5 +62,6 @@ def _witten_bell(context: Integers, byte: Integers, contexts: int) -> tuple[Real
     """Return n / (n + t) for each context, 0 if unseen, and the counts [contexts, 256]."""
     pairs = context * 256 + byte
     counts = np.bincount(pairs, minlength=contexts * 256).reshape(contexts, 256)
-    n, t = counts.sum(1), np.count_nonzero(counts, axis=1)
+    n = counts.sum(1)
+    t = np.count_nonzero(counts, axis=1)
     return n / np.maximum(n + t, 1), counts

@@ -51,26 +51,24 @@ class ReportConfig:
     )
 
     def problems(self) -> list[Problem]:
-        several = len(expand_sweeps(self.folders)) > 1
-        if (
-            not self.output
-            and not self.json
-            and not self.losses
-            and is_address(as_typed(self.folders[0]))
-        ):
-            return [
-                missing("output", "a file of this machine for the page of a run in object storage")
-            ]
+        # A page is a file of this machine; by default it goes into the run's folder.
+        writes_page = not (self.output or self.json or self.losses)
+        if writes_page and is_address(as_typed(self.folders[0])):
+            about = "a file of this machine for the page of a run in object storage"
+            return [missing("output", about)]
+
+        # A table of logs has options of its own.
         if self.logs:
-            others = [
-                n for n in ("losses", "json", "tolerance") if getattr(self, n) not in (False, None)
-            ]
+            options = ("losses", "json", "tolerance")
+            others = [name for name in options if getattr(self, name) not in (False, None)]
             text = "does not go with {logs=True}; {table} is the form of its table"
             return [Problem((name, "logs"), f"{{{name}}} {text}") for name in others]
         if self.table != "text":
-            return [
-                Problem(("table",), "{table} is the form of the table of {logs=True}; give both")
-            ]
+            text = "{table} is the form of the table of {logs=True}; give both"
+            return [Problem(("table",), text)]
+
+        # One run has numbers, several have differences.
+        several = len(expand_sweeps(self.folders)) > 1
         if self.losses and (self.output or several):
             text = "{losses=True} prints one run's numbers; give one folder and no {output}"
             return [Problem(("losses", "output"), text)]
@@ -85,6 +83,7 @@ def main(argv: list[str]) -> int:
         "Write one page with plots of a run, or a comparison of several, or print a table of logs."
     )
     c = flags.parse_settings(ReportConfig, argv, "meshwright report", about=about).config
+    # Runs in object storage are copied here first, and read like any other.
     if any(map(address_of, c.folders)):
         from meshwright.checkpoint import mirror
 

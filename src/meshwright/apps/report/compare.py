@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 import statistics
@@ -21,7 +22,7 @@ from meshwright.apps.pages.styles import style_of
 from meshwright.apps.report.page import columns, explain_validations
 from meshwright.base.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.base.progress import duration
-from meshwright.base.records import align_columns, json_ready
+from meshwright.base.records import align_columns, json_ready, or_dash
 from meshwright.base.runs.goodput import read_goodput
 from meshwright.base.runs.history import (
     History,
@@ -70,6 +71,7 @@ class ComparedRun:
 
     def reaches(self, loss: float, kind: str) -> int | None:
         """Return the tokens (or samples) after which the loss is first that low, up to rounding."""
+        # Two runs that are equal but for rounding reach each other's loss.
         loss += 1e-6 * abs(loss)
         if kind == "validation":
             for iteration, validated in self.checks():
@@ -77,6 +79,7 @@ class ComparedRun:
                     return self.amount(iteration)
             return None
         x, y = curve(self, "loss", by_amount=True)
+        # Single losses are noisy, so a short run of low ones does not count.
         if len(y) > 20:
             x, y = plot.running_median(x, y, len(y) // 100)
         for amount, smoothed in zip(x, y, strict=True):
@@ -130,6 +133,7 @@ def describe_comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+    # Folders of the same name are told apart by their paths.
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [shown(str(folder)) for folder in folders]
@@ -174,12 +178,28 @@ def figures(r: ComparedRun) -> dict[str, Any]:
 
 
 # The settings that decide which tokens a validation reads.
-_VALIDATED_ON = """
-    data_path data_args_path valid_data_path per_split_data_args_path valid_weighted_split_paths
-    valid_weighted_split_paths_path multiple_validation_sets full_validation split split_arithmetic seq_length seed
-    mock_data eval_iters eval_interval global_batch_size vocab_file tokenizer_model tokenizer_type
-    tokenizer
-""".split()
+_VALIDATED_ON = (
+    "data_path",
+    "data_args_path",
+    "valid_data_path",
+    "per_split_data_args_path",
+    "valid_weighted_split_paths",
+    "valid_weighted_split_paths_path",
+    "multiple_validation_sets",
+    "full_validation",
+    "split",
+    "split_arithmetic",
+    "seq_length",
+    "seed",
+    "mock_data",
+    "eval_iters",
+    "eval_interval",
+    "global_batch_size",
+    "vocab_file",
+    "tokenizer_model",
+    "tokenizer_type",
+    "tokenizer",
+)
 
 
 def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
@@ -223,14 +243,18 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
         if i not in after:
             continue
         gaps[i] = gap(loss, after[i])
-        relative[i] = abs(gaps[i] / loss) if gaps[i] and loss else abs(gaps[i])
+        # Of a loss of 0, or one that is not a number, no share can be taken.
+        is_share = gaps[i] and loss and math.isfinite(gaps[i])
+        relative[i] = abs(gaps[i] / loss) if is_share else abs(gaps[i])
         if first is None and loss.hex() != after[i].hex():
             first = i
+    # The mean at the end of the runs, without steps whose loss is not a number.
     last_tenth = list(gaps.values())[-max(1, len(gaps) // 10) :]
     late = [g for g in last_tenth if math.isfinite(g)]
 
     # When each reaches the final loss of the other.
-    checks, other_checks = a.validations(), b.validations()
+    checks = a.validations()
+    other_checks = b.validations()
     kind = "validation" if checks and other_checks else "training"
     reached = list[dict[str, Any]]()
     if not validated_differently(a, b):
@@ -270,6 +294,7 @@ def largest(values: dict[int, float], name: str) -> dict[str, Any] | None:
 def summary(comparison: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run."""
     runs = comparison["runs"]
+    # How many steps the final training loss is the mean of, which the log's interval decides.
     counts = {r["final_loss_steps"] for r in runs}
     mean = ""
     if max(counts) > 1:
@@ -293,29 +318,27 @@ def summary(comparison: dict[str, Any]) -> list[list[str]]:
     return body
 
 
-def or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def distances(comparison: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run but the first."""
     columns = [distance_column(d, comparison["unit"]) for d in comparison["differences"]]
-    labels = dict.fromkeys(label for column in columns for label in column)
-    return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
+    # A run may lack lines that others have.
+    rows = []
+    for label in dict.fromkeys(itertools.chain(*columns)):
+        rows.append([label, *(column.get(label, "-") for column in columns)])
+    return rows
 
 
 def distance_column(d: dict[str, Any], unit: str) -> dict[str, str]:
     """Return the cells of one run, by the labels of their lines."""
     column = {"common steps": f"{d['common_steps']:,}"}
     if far := d["largest"]:
-        first, share = d["first"], d["largest_relative"]
-        column["first difference in any bit"] = (
-            "none: equal to the last bit" if first is None else f"iteration {first:,}"
-        )
+        first = d["first"]
+        share = d["largest_relative"]
+        begin = "none: equal to the last bit" if first is None else f"iteration {first:,}"
+        column["first difference in any bit"] = begin
         column["largest difference"] = f"{far['loss']:+.4g} at {far['iteration']:,}"
-        column["largest relative difference"] = (
-            f"{percentage(share['share'])} at {share['iteration']:,}"
-        )
+        most = f"{percentage(share['share'])} at {share['iteration']:,}"
+        column["largest relative difference"] = most
         mean = or_dash(d["mean_of_last_tenth"], "+.4g")
         column["mean difference, last 10% of them"] = mean
     if checks := d["validation"]:
@@ -323,7 +346,7 @@ def distance_column(d: dict[str, Any], unit: str) -> dict[str, str]:
         last, loss = list(checks.items())[-1]
         column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
         column["last validation difference"] = f"{loss:+.4g} at {last:,}"
-    # None of the two if the runs were validated on other data.
+    # Neither is known if the runs were validated on other data.
     whose = ("it reaches the first's", "the first reaches its")
     for who, r in zip(whose, d["reached"], strict=False):
         when = "never" if r["after"] is None else f"after {r['after']:,} {unit}"
@@ -336,21 +359,28 @@ def percentage(x: float) -> str:
 
 
 def comparison_as_text(comparison: dict[str, Any]) -> list[str]:
+    # Figures of all runs, and distances of the others from the first.
     first, *others = [r["name"] for r in comparison["runs"]]
     figures_table = [["", first, *others], *summary(comparison)]
     distances_table = [[f"compared with {first}", *others], *distances(comparison)]
-    lines = align_columns(turned(figures_table))
-    lines += ["", *align_columns(turned(distances_table))]
-    lines += [f"note: {note}" for note in comparison["notes"]]
+    lines = [
+        *align_columns(turned(figures_table)),
+        "",
+        *align_columns(turned(distances_table)),
+        *(f"note: {note}" for note in comparison["notes"]),
+    ]
+
+    # What may explain them.
     settings = comparison["settings"]
     lines += ["", "settings that differ:" if settings else "no setting differs"]
     for name, values in settings.items():
-        lines.append(f"  {name}: {' | '.join(map(show_setting, values))}")
+        in_words = " | ".join(map(show_setting, values))
+        lines.append(f"  {name}: {in_words}")
     return lines
 
 
 def turned(rows: list[list[str]]) -> list[list[str]]:
-    """Give each run a line instead of a column where there are many."""
+    """Return the table with a line instead of a column for each run, if there are many."""
     return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > 5 else rows
 
 
@@ -398,9 +428,12 @@ def explained(runs: Sequence[ComparedRun]) -> list[str]:
 
 def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
     """Return a column's finite values over iterations or over tokens."""
-    x, y = columns(r.history.steps, column, "consumed_samples" if by_amount else "iteration")
+    at = "consumed_samples" if by_amount else "iteration"
+    x, y = columns(r.history.steps, column, at)
+    if by_amount:
+        x *= r.scale
     is_finite = np.isfinite(y)
-    return x[is_finite] * (r.scale if by_amount else 1), y[is_finite]
+    return x[is_finite], y[is_finite]
 
 
 def plots(runs: Sequence[ComparedRun]) -> list[str]:
@@ -409,7 +442,10 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
     x_label = runs[0].unit if by_amount else "iteration"
     marks = "points: validation" if any(r.validations() for r in runs) else ""
     notes = {"Loss": marks, "Difference": f"loss minus that of {runs[0].name}", "Learning rate": ""}
-    drawn = {t: plot.new_axes((7.6, 3.4 if t == "Loss" else 2.4), x=x_label) for t in notes}
+    drawn = {}
+    for title in notes:
+        height = 3.4 if title == "Loss" else 2.4
+        drawn[title] = plot.new_axes((7.6, height), x=x_label)
     losses, differences, rates = (axes for _, axes in drawn.values())
     differences.axhline(0, color=plot.INK, lw=0.8, alpha=0.6)
     legends = dict.fromkeys(drawn, "")  # of what is drawn, and no more
@@ -429,7 +465,13 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
         if checks:
             at = [r.amount(i) if by_amount else i for i, _ in checks]
             validated = [loss for _, loss in checks]
-            losses.plot(at, validated, style.marker, color=style.colour, ms=5)
+            losses.plot(
+                at,
+                validated,
+                style.marker,
+                color=style.colour,
+                ms=5,
+            )
             signs.append(style.marker_sign)
         if signs:
             legends["Loss"] += plot.key(" ".join(signs), style.colour, r.name)
@@ -441,6 +483,7 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
 
         # The difference from the first run, where both have steps.
         if number and len(x):
+            # The first run's steps lie within the other's, whose losses are interpolated at them.
             both = (x0 >= x[0]) & (x0 <= x[-1])
             if both.any():
                 apart = np.interp(x0[both], x, y) - y0[both]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from meshwright.apps.pages.styles import COLOURS
 from meshwright.base.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
 from meshwright.base.files import replacing
-from meshwright.base.records import align_columns, json_ready
+from meshwright.base.records import align_columns, json_ready, or_dash
 from meshwright.config.problem import SettingsError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PATTERNS = ("*.log", "*.out", "*log*.txt")  # of logs in folders
 LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 MOST_BARS = 100
-# of lines that are read
+# A line with none of these words is not parsed, unless it is a row of a table.
 WORDS_OF_LINES = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")
 WORDS_OF_FAILURES = (b"Traceback (most", b"rror: ", b"core dumped", b"Killed")
 NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
@@ -89,13 +89,15 @@ def megatron_line(text: str) -> LogLine | None:
     if iteration is None or "|" not in text:
         return None
     values: dict[str, float | None] = {}
+    # `name: value` between bars; versions differ in names and order.
     for part in text.split("|"):
         if ": " in part:
             name, value = part.strip().rsplit(": ", 1)
             values[name] = _number(value)
 
     # Versions name the speed and the TFLOPs differently; the oldest have the time alone.
-    ms, batch = values.get("elapsed time per iteration (ms)"), values.get("global batch size")
+    ms = values.get("elapsed time per iteration (ms)")
+    batch = values.get("global batch size")
     speed = values.get("samples per second")
     if speed is None:
         speed = values.get("tpt")
@@ -115,7 +117,8 @@ def libai_line(text: str) -> LogLine | None:
         return None
     speed = _after("total_throughput: +", text)
     if speed is None:
-        seconds, batch = _after(r"\btime: +", text), _after(r"total_batch_size: +", text)
+        seconds = _after(r"\btime: +", text)
+        batch = _after(r"total_batch_size: +", text)
         speed = batch / seconds if seconds and batch else None
     return LogLine(int(iteration[1]), speed, _after("total_loss: +", text))
 
@@ -124,12 +127,17 @@ def oneflow_line(text: str) -> LogLine | None:
     """Read a row `| step | micro_batches | samples | throughput | latency | loss |`, or `step=`."""
     text = text.strip()
     cells = [cell.strip() for cell in text.strip("|").split("|")]
-    if text.startswith("|") and len(cells) == 6 and cells[0].isdigit():
+    if text.startswith("|") and len(cells) == 6 and cells[0].isdecimal():
         return LogLine(int(cells[0]), _number(cells[3]), _number(cells[5]))
+
     step = re.search(r"\bstep=(\d+),", text)
     if step is None or "throughput=" not in text:
         return None
-    return LogLine(int(step[1]), _after("throughput=", text), _after("loss=", text))
+    return LogLine(
+        int(step[1]),
+        _after("throughput=", text),
+        _after("loss=", text),
+    )
 
 
 def deepspeed_line(text: str) -> LogLine | None:
@@ -177,6 +185,7 @@ def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
         if not path.is_dir():
             yield path, str(path)
             continue
+        # A file may look like a log by two patterns.
         found = {file for pattern in PATTERNS for file in path.rglob(pattern)}
         for file in sorted(found):
             if file.is_file() and (file.name != "log.txt" or not has_output(file.parent)):
@@ -200,6 +209,7 @@ def read_log(path: Path, name: str) -> Log:
             *pieces, rest = re.split(rb"[\r\n]", block)  # progress bars write over their line
             for piece in pieces:
                 log.last = piece.strip() or log.last
+                # Words are looked for in bytes: most lines are neither decoded nor parsed.
                 if any(word in piece for word in WORDS_OF_FAILURES):
                     log.has_failure = True
                 if piece.startswith(b"|") or any(word in piece for word in WORDS_OF_LINES):
@@ -217,11 +227,13 @@ def read_line(log: Log, text: str) -> None:
     # A line of steps.
     if "iteration" in text or "step" in text or text.startswith("|"):
         for form, read in FORMS.items():
-            if (line := read(text)) is not None:
-                log.lines.setdefault(form, []).append(line)
-                if (gib := _after(r"memory \(GiB\): +", text)) is not None:
-                    _keep_most(log, "tensors", gib * 1024)
-                return
+            line = read(text)
+            if line is None:
+                continue
+            log.lines.setdefault(form, []).append(line)
+            if (gib := _after(r"memory \(GiB\): +", text)) is not None:
+                _keep_most(log, "tensors", gib * 1024)
+            return
 
     # Memory, a validation, or an argument in Megatron's list of them.
     if "MiB" in text:
@@ -273,6 +285,7 @@ def row_of(log: Log) -> LogRow | None:
     lines = log.lines[form]
     counted = after_warm_up(lines)
     losses = [line.loss for line in lines if line.loss is not None]
+    # The most telling source: the whole process, torch's allocator, tensors alone.
     sources = ("nvidia-smi", "reserved", "tensors")
     memory_from = next((source for source in sources if source in log.memory), "")
     return LogRow(
@@ -307,13 +320,15 @@ def config_of(log: Log) -> str:
 
     The arguments in the log say what ran, the names of the log and its folder the rest.
     """
-    arguments, path = log.arguments, log.path.absolute()
+    arguments = log.arguments
+    path = log.path.absolute()
     name = f"{path.parent.name}/{path.stem}"
 
     def number(argument: str, short: str) -> str | None:
         stated = arguments.get(argument)
         if stated and re.fullmatch(r"\d+", stated):
             return stated
+        # The last one is in the log's own name; its folder may state another.
         in_name = re.findall(rf"(?:^|[_/]){short}(\d+)", name, re.I)
         return str(in_name[-1]) if in_name else None
 
@@ -367,9 +382,9 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
     """Leave out the logs of a run's other machines, and add their memory to the one log with steps.
 
     The logs of machines have one name up to their date. Runs of one name are taken in the order of
-    their dates; logs are left apart if each run has not the same number of them, or another number
-    than the name says. A log that has neither steps nor memory is taken for a machine's only if the
-    name says how many there are.
+    their dates. Logs are left apart if the runs do not have equally many of them, or not as many as
+    the name says. A log that has neither steps nor memory is taken for a machine's only if the name
+    says how many there are.
     """
     groups: dict[str, list[Log]] = {}
     for log in logs:
@@ -380,6 +395,7 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
     joined: set[int] = set()
     for group in groups.values():
         group.sort(key=title_of)
+        # The first log of a run has its steps, the others a machine's memory alone.
         machines = machines_of(group[0])
         first = [log for log in group if log.lines]
         others = []
@@ -389,6 +405,7 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
         each = machines[0] - 1 if machines else len(others) // max(1, len(first))
         if not first or len(others) != each * len(first):
             continue
+        # In the order of their dates, so many logs of machines belong to each run.
         for n, log in enumerate(others):
             if "nvidia-smi" in log.memory:
                 _keep_most(first[n // each], "nvidia-smi", log.memory["nvidia-smi"])
@@ -423,19 +440,16 @@ TABLE_HEAD = [
 
 
 def cells(row: LogRow) -> list[str]:
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    memory = shown(row.memory_mib, ".0f")
+    memory = or_dash(row.memory_mib, ".0f")
     if row.memory_mib is not None:
         memory += f" ({row.memory_from})"
     return [
         row.config,
-        shown(row.samples_per_second, ".2f"),
+        or_dash(row.samples_per_second, ".2f"),
         memory,
-        shown(row.tflops, ".1f"),
-        shown(row.loss, ".4f"),
-        shown(row.ppl, ".2f"),
+        or_dash(row.tflops, ".1f"),
+        or_dash(row.loss, ".4f"),
+        or_dash(row.ppl, ".2f"),
         str(row.iteration),
         row.log,
     ]
@@ -511,7 +525,7 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
 
 def natural_order(row: LogRow) -> list[int | str]:
     """Return what sorts configurations by the numbers in them: mb2 before mb16."""
-    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)]
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", row.config)]
 
 
 def draw_logs(rows: Sequence[LogRow]) -> Figure:
@@ -532,6 +546,7 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
         (panels[0], "samples per second", [row.samples_per_second for row in rows]),
         (panels[1], "memory of a device, MiB", [row.memory_mib for row in rows]),
     ):
+        # A bar for each log, in the colour of its form.
         for n, (row, value) in enumerate(zip(rows, values, strict=True)):
             if value is not None and math.isfinite(value):
                 axes.barh(n, value, color=COLOURS[forms.index(row.form)])

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,8 +52,8 @@ CERTIFICATE_LIMIT = 16 << 20  # bytes
 RELOAD = 30  # seconds
 # Reload the page of a run that goes on, until it is no longer written.
 SCRIPT = """<script>
-const late = Date.now() - WRITTEN - PATIENCE;
-if (late < 0) setTimeout(() => location.reload(), RELOAD);
+const late = Date.now() - $written - $patience;
+if (late < 0) setTimeout(() => location.reload(), $reload);
 else addEventListener("DOMContentLoaded", () => {
   document.getElementById("state").textContent = "No longer updated. The run was killed, or is in a very long step. ";
 });
@@ -63,14 +64,23 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
     name = run_dir.resolve().name
     last = history.attempts[-1] if history.attempts else None
     is_running = history.is_running(now)
+    # A line for each attempt, in the order of the columns of their table.
     attempts = []
     for a in history.attempts:
-        row = [str(a.number), date(a.start.get("time")), f"{a.began:,} to {a.last:,}"]
-        attempts.append([*row, shell_line(a.start.get("command")), describe_end(a, a is last)])
+        attempts.append(
+            [
+                str(a.number),
+                date(a.start.get("time")),
+                f"{a.began:,} to {a.last:,}",
+                shell_line(a.start.get("command")),
+                describe_end(a, a is last),
+            ]
+        )
     cards = [
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
         for label, value in headlines(history, settings, is_running)
     ]
+    # What the numbers mean, for those who do not read curves.
     explained = explain_validations(history, flat_settings(settings), is_running)
     goodput = read_goodput(history)
     version = last.start.get("version", "") if last else ""
@@ -102,13 +112,12 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
 
 def reloading(now: float) -> list[str]:
     """Return the head of a page that reloads itself; without scripts, for ever."""
-    script = SCRIPT
-    for word, milliseconds in (
-        ("WRITTEN", 1e3 * now),
-        ("PATIENCE", 1e3 * PATIENCE),
-        ("RELOAD", 1e3 * RELOAD),
-    ):
-        script = script.replace(word, str(round(milliseconds)))
+    # A page from disk asks no server, so the times are written into its script, in milliseconds.
+    script = Template(SCRIPT).substitute(
+        written=round(1e3 * now),
+        patience=round(1e3 * PATIENCE),
+        reload=round(1e3 * RELOAD),
+    )
     return [script, f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD}"></noscript>']
 
 
@@ -124,9 +133,11 @@ def show_state(history: History, now: float) -> list[str]:
         return [f'<p class="quiet" id="state">last attempt: {words}</p>']
 
     total = last.start.get("train_iters")
-    words, bar = f"step {last.last:,}", []
+    words = f"step {last.last:,}"
+    bar = []
     if isinstance(total, int) and total:
         words += f" of {total:,}"
+        # The median of the last steps, of this attempt alone: another may have run elsewhere.
         recent = [s.ms for s in history.steps[-100:] if s.iteration > last.began]
         if recent:
             seconds = (total - last.last) * statistics.median(recent) / 1e3
@@ -143,8 +154,8 @@ def show_certificate(run_dir: Path) -> list[str]:
         c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
         verdict = "verified" if c["verdict"] == "equal" else "differs"
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
-    # There is none, or another program's file has this name: the page does without it.
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        # There is none, or another program's file has this name: the page does without it.
         return []
     return [f"<p><b>Layout {verdict}</b>: {escape(words)}.</p>"]
 
@@ -154,9 +165,12 @@ def explain_unsaved(history: History) -> list[str]:
     lost = history.attempts[-1].unsaved if history.attempts else []
     if not lost:
         return []
+    # The last ten by their steps, and a count of those before.
     listed = lost[-10:]
     steps = ", ".join(f"{step:,}" for step in listed)
-    when = f"at step{'s' * (len(lost) > 1)} {steps}"
+    when = f"at steps {steps}"
+    if len(lost) == 1:
+        when = f"at step {steps}"
     if len(lost) > 10:
         when = f"{len(lost) - 10:,} times before step {listed[0]:,}, and {when}"
     return [f"<p><b>Saving failed</b> {when}; the run went on (--save-error warn).</p>"]
@@ -180,7 +194,8 @@ def explain_set(
     checks: list[Validation], count: int, settings: dict[str, Any], is_running: bool
 ) -> list[str]:
     """Return sentences on the validations of one set, which were at `count` steps."""
-    best, last = min(checks, key=lambda v: v.loss), checks[-1]
+    best = min(checks, key=lambda v: v.loss)
+    last = checks[-1]
     lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
     if best.iteration == last.iteration:
         then = "it is still falling" if is_running else "a longer training may lower it further"
@@ -189,6 +204,7 @@ def explain_set(
     gap = last.loss - best.loss
     at_last = f"the last, at step {last.iteration:,}, is {last.loss:.4f}"
     words = [f"{lead}; {at_last}, which is {gap:.4f} higher."]
+    # A gap below one percent means nothing where each validation reads other samples.
     if gap < 0.01 * best.loss and not settings.get("full_validation"):
         words.append("The difference is within noise, since each validation reads other samples.")
     else:
@@ -209,7 +225,9 @@ def explain_twice(checks: list[Validation]) -> list[str]:
     losses = [v.loss for v in checks if v.iteration == last]
     if losses[0] == losses[-1]:
         return []
-    both = f"{losses[0]:.4f}, at the end {losses[-1]:.4f}"
+    # The check at an interval and the one at the end of training read on in the validation data.
+    first, *_, again = losses
+    both = f"{first:.4f}, at the end {again:.4f}"
     return [f"Step {last:,} was validated twice, on other batches: {both}."]
 
 
@@ -227,8 +245,9 @@ def headlines(
     steps = history.steps
 
     # How much was trained, and the training loss.
-    if isinstance(start.get("parameters"), int):
-        out["parameters"] = f"{start['parameters']:,}"
+    parameters = start.get("parameters")
+    if isinstance(parameters, int):
+        out["parameters"] = f"{parameters:,}"
     if steps:
         samples = steps[-1].consumed_samples
         out["steps"] = f"{steps[-1].iteration:,}"
@@ -238,14 +257,20 @@ def headlines(
             out["tokens"] = f"{samples * length:,}"
         if skipped := sum(s.skipped for s in steps):
             out["skipped steps"] = f"{skipped:,}"
+        # The mean over an interval of the log, since the loss of a single step is noisy.
         mean, count = history.final_loss(settings.get("logging", {}).get("log_interval"))
         over = f", mean of {count} steps" if count > 1 else ""
         out[f"{final} training loss{over}"] = f"{mean:.4f}"
 
     # What it learned, on text that it was not trained on.
     for checks in history.sets().values():
-        on, last = suffix(checks[0]), checks[-1]
-        best = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss)
+        on = suffix(checks[0])
+        last = checks[-1]
+        # NaN compares with nothing, so it counts as the worst.
+        best = min(
+            checks,
+            key=lambda v: math.inf if math.isnan(v.loss) else v.loss,
+        )
         out[f"{final} validation loss{on}"] = f"{last.loss:.4f}"
         out[f"{final} validation perplexity{on}"] = f"{last.ppl:,.2f}"
         out[f"best validation loss{on}"] = f"{best.loss:.4f} at {best.iteration:,}"
@@ -263,6 +288,7 @@ def headlines(
 
     # What it cost.
     if steps:
+        # Medians, since the first steps of each attempt are slower.
         speed = statistics.median(s.tokens_per_second for s in steps)
         out["tokens per second, median"] = f"{speed:,.0f}"
         if mfu := [s.mfu for s in steps if s.mfu is not None]:
@@ -277,8 +303,8 @@ def headlines(
         if goodput.mean_recovery is not None:
             out["mean time to recover"] = duration(goodput.mean_recovery)
     for key in ("device", "dtype", "torch"):
-        if start.get(key):
-            out[key] = str(start[key])
+        if value := start.get(key):
+            out[key] = str(value)
     return list(out.items())
 
 
@@ -302,7 +328,7 @@ def describe_end(attempt: Attempt, is_last: bool) -> str:
 
 # Plots
 
-# one per data set, and its sign in the legend
+# A line for each data set, with its sign in the legend.
 SET_LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))
 SMALL = (4.8, 2.7)  # inches of all pictures but that of the loss
 
@@ -341,14 +367,26 @@ def loss_plot(history: History) -> str:
 
     def draw(points: list[tuple[int, float]], colour: str, line: str, marker: str) -> None:
         x, y = np.array(points).T
-        shape = marker if len(points) < 200 else ""  # many markers would hide the line
-        axes.plot(*plot.thin(x, y), color=colour, lw=1, ls=line, marker=shape, ms=4)
+        if len(points) >= 200:  # many markers would hide the line
+            marker = ""
+        axes.plot(
+            *plot.thin(x, y),
+            color=colour,
+            lw=1,
+            ls=line,
+            marker=marker,
+            ms=4,
+        )
 
+    # A line for each data set, in dashes of its own if there are several; one more for the average.
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
-        sets = []
-        for all_checks in history.sets(name).values():
-            sets.append([v for v in all_checks if math.isfinite(v.loss)])
-        for checks, (line, dashes) in zip(filter(None, sets), itertools.cycle(SET_LINES)):
+        sets = history.sets(name).values()
+        styles = itertools.cycle(SET_LINES)
+        for all_checks in sets:
+            checks = [v for v in all_checks if math.isfinite(v.loss)]
+            if not checks:
+                continue
+            line, dashes = next(styles)
             which = f" {dashes}" if len(sets) > 1 else ""
             title = checks[0].title
             draw([(v.iteration, v.loss) for v in checks], plot.POINT, line, marker)
@@ -369,7 +407,8 @@ def part_plots(history: History) -> list[str]:
     """Return figures of each set's validation loss: by position, and by data set over the steps."""
     out = []
     for checks in history.sets().values():
-        on, last = suffix(checks[0]), checks[-1]
+        on = suffix(checks[0])
+        last = checks[-1]
         if len(last.by_position) > 1:
             out.append(position_plot(checks, f"Validation loss by position{on}"))
         if last.by_data:
@@ -383,14 +422,23 @@ def position_plot(checks: list[Validation], title: str) -> str:
     names = list(checks[-1].by_position)
     # The last step is validated twice, and only the second time is drawn.
     by_step = list({v.iteration: v for v in checks}.values())
-    chosen = sorted({0, len(by_step) // 2, len(by_step) - 1}, reverse=True)
+    last = len(by_step) - 1
+    chosen = dict.fromkeys((last, len(by_step) // 2, 0))
     legend = ""
     for (line, dashes), number in zip(SET_LINES, chosen, strict=False):
         v = by_step[number]
         losses = [v.by_position.get(name, math.nan) for name in names]
         axes.plot(losses, color=plot.POINT, ls=line, marker=".")
-        legend += plot.key(dashes, plot.POINT, f"step {v.iteration:,}")
-    axes.set_xticks(range(len(names)), labels=names, rotation=45)
+        legend += plot.key(
+            dashes,
+            plot.POINT,
+            f"step {v.iteration:,}",
+        )
+    axes.set_xticks(
+        range(len(names)),
+        labels=names,
+        rotation=45,
+    )
     return plot.embed_figure(figure, title, legend=legend)
 
 
@@ -401,20 +449,27 @@ def data_plot(checks: list[Validation], title: str) -> str:
     lines = itertools.cycle(SET_LINES)
     for prefix, loss in checks[-1].by_data.items():
         line, dashes = next(lines)
+        # A run may go on with other data sets than it began with.
         known = [v for v in checks if prefix in v.by_data]
         x = [v.iteration for v in known]
         y = [v.by_data[prefix] for v in known]
-        axes.plot(x, y, color=plot.POINT, ls=line, marker="." if len(x) <= 30 else "")
-        legend += plot.key(dashes, plot.POINT, f"{Path(prefix).name}: {loss:.4f}")
+        marker = "." if len(x) <= 30 else ""
+        axes.plot(x, y, color=plot.POINT, ls=line, marker=marker)
+        legend += plot.key(
+            dashes,
+            plot.POINT,
+            f"{Path(prefix).name}: {loss:.4f}",
+        )
     return plot.embed_figure(figure, title, legend=legend)
 
 
 def score_plot(name: str, scores: dict[int, float]) -> str:
     figure, axes = plot.new_axes(SMALL)
-    steps = sorted(scores)
-    y = np.array([scores[step] for step in steps], dtype=np.float64)
-    plot.draw_line(axes, np.array(steps, dtype=np.float64), y, plot.POINT, smooth=False)
-    return plot.embed_figure(figure, name, describe_column(name))
+    points = np.array(sorted(scores.items()), dtype=np.float64)
+    x, y = points.reshape(-1, 2).T
+    plot.draw_line(axes, x, y, plot.POINT, smooth=False)
+    note = describe_column(name)
+    return plot.embed_figure(figure, name, note)
 
 
 def resumed_at(history: History) -> list[int]:
@@ -428,6 +483,7 @@ def draw_column(
     x, y = columns(steps, column, scale=scale)
     is_finite = np.isfinite(y)
     bad = x[~is_finite]
+    # No more crosses than a line has points: a run may have diverged for good.
     crosses = bad[:: max(1, len(bad) // plot.POINTS)]
     # Near the upper edge: x in data, y as a share of the picture's height.
     heights = np.full(len(crosses), 0.97)
@@ -446,7 +502,7 @@ def columns(
 
 
 def use_log_scale_if_spiky(axes: Axes, steps: Sequence[LoggedStep]) -> None:
-    """On a linear scale, one gradient of fifty times the usual norm would flatten all others."""
+    """Choose a logarithmic scale if one norm is so large that it would flatten all others."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     norms = [s.grad_norm for s in steps if math.isfinite(s.grad_norm)]

@@ -51,12 +51,10 @@ class TextServer:
     """The ASGI application, and what its paths share."""
 
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
-        self.served, self.scheduler, self.limits, self.metrics = (
-            served,
-            scheduler,
-            limits,
-            ServerMetrics(),
-        )
+        self.served = served
+        self.scheduler = scheduler
+        self.limits = limits
+        self.metrics = ServerMetrics()
         routes = [
             Route(
                 "/v1/completions",
@@ -78,6 +76,7 @@ class TextServer:
         self.app = make_site(FILES, routes, limits, self.observe, ["/health"])
 
     def observe(self, path: str, status: int, seconds: float) -> None:
+        # Paths that nobody serves are one: anyone could make up millions.
         self.metrics.requests[path if path in self.paths else "other", status] += 1
         self.metrics.observe("request_seconds", seconds)
 
@@ -86,6 +85,7 @@ class TextServer:
     async def generate(
         self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send
     ) -> None:
+        # A long prompt takes a while to encode, in which others are answered.
         call = await asyncio.to_thread(read, f, self.served)
         job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
@@ -123,14 +123,16 @@ class TextServer:
     # Facts
 
     def model_object(self) -> dict[str, Any]:
-        facts = {
+        # OpenAI's fields, vLLM's length, and our own.
+        return {
             "id": self.served.name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "meshwright",
+            "max_model_len": self.served.model.seq_length,
+            "step": self.served.model.step,
+            "has_chat_template": self.served.template is not None,
         }
-        facts |= {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
-        return facts | {"has_chat_template": self.served.template is not None}
 
     async def models(self, request: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [self.model_object()]})
@@ -157,7 +159,8 @@ class Endpoint:
     def __init__(
         self, server: TextServer, answer: Callable[[Fields, Send], Awaitable[None]]
     ) -> None:
-        self.server, self.answer = server, answer
+        self.server = server
+        self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self.server.limits
@@ -167,7 +170,9 @@ class Endpoint:
             message = f"the Content-Type is {kind[:50]!r}; send a body of application/json"
             raise Refusal(message, status=415)
         fields = Fields(parse_object(await read_body(receive, limits)))
+        # Whichever comes first: the answer is complete, or its client has left.
         with self.server.scheduler.seat():
+            # The answer ends when the client leaves, which frees its rows of the decoder.
             work = asyncio.ensure_future(self.answer(fields, send))
             gone = asyncio.ensure_future(until_gone(receive))
             try:
@@ -190,6 +195,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, limits: Limits) -> bytes:
+    # The size is checked as parts arrive: what a client announces need not be true.
     parts, size = [], 0
     try:
         async with timeout(limits.read_seconds):
@@ -204,13 +210,16 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
                 if not message.get("more_body"):
                     return b"".join(parts)
     except TimeoutError:
-        message_ = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
-        raise Refusal(message_, status=408) from None
+        late = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
+        raise Refusal(late, status=408) from None
 
 
 async def send_json(send: Send, value: Any) -> None:
     body = orjson.dumps(value)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -235,8 +244,10 @@ def run_server(
         try:
             await http.serve([listening])
         finally:
+            # The thread may be in a step for some time.
             await asyncio.to_thread(scheduler.close)
 
+    # With port 0 the system has chosen one.
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     console.say(

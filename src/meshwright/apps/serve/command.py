@@ -91,13 +91,15 @@ class ServeConfig(ReadConfig):
     )
 
     def problems(self) -> list[Problem]:
-        s, out = self.serve, checks.reading_problems(self, "serve")
+        s = self.serve
+        out = checks.reading_problems(self, "serve")
         if s.api_key is not None and s.api_key_file is not None:
             text = "{api_key} and {api_key_file} cannot be combined; give one"
             out.append(Problem(("api_key", "api_key_file"), text))
         if s.api_key is not None and not is_key(s.api_key):
             text = f"{{api_key}} must have at least {SHORTEST_KEY} letters and digits, no spaces"
             out.append(Problem(("api_key",), text))
+        # Anyone who reaches the port could use the model.
         if not s.is_local and s.api_key is None and s.api_key_file is None:
             text = f"{stated(s, 'host')} lets other machines in; set {{api_key_file}}, or listen on 127.0.0.1"
             out.append(Problem(("host",), text))
@@ -114,13 +116,17 @@ ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try th
 
 
 def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> ReadingTask:
-    c, s = parsed.config, parsed.config.serve
+    c = parsed.config
+    s = c.serve
+    # A mistake in the key, or a missing package, is found before the model is loaded.
     key = s.key()
     if key is not None and not is_key(key):
         raise SettingsError(
             f"{{api_key_file={s.api_key_file}}} must hold a key of at least {SHORTEST_KEY} letters and digits"
         )
+    # A missing package is found before minutes go into loading a model.
     try:
+        # The extra `serve`, which a plain installation does not have.
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
@@ -129,6 +135,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
     from meshwright.generation.templates import choose_template
 
+    # A template that is not the model's is found before its weights are read.
     def check(model: CheckedModel) -> None:
         choose_template(s.chat_template, model.tokenizer, model.saved.tokenizer_folder)
 
@@ -146,7 +153,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
     @contextlib.contextmanager
     def listening() -> Iterator[None]:
-        """Listen before minutes go into loading a model."""
+        """Listen during the block, which begins before minutes go into loading a model."""
         with listen(s.host, s.port) as opened:
             sockets.append(opened)
             yield
@@ -159,6 +166,7 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_rank_0: bool) -> Reading
 
 def listen(host: str, port: int) -> socket.socket:
     try:
+        # A name may stand for an address of IPv6.
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:

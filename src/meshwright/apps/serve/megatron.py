@@ -37,7 +37,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     for old, new in OLD_ARGUMENTS.items():
         if f.take(old) is not None:
             raise Refusal(f"{old} is no longer used; give {new}", old)
-    tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
+    tokenizer = served.model.tokenizer
+    logprobs = f.flag("logprobs")
     prompts = encode_prompt_texts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     if not length and not logprobs:
@@ -45,8 +46,11 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
             "tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate"
         )
     options, decay, floor = read_options(f, length)
-    double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
-    ends = ("\n\n",) if double else ("\n",) if single else ()
+    double = f.flag("stop_on_double_eol")
+    single = f.flag("stop_on_eol")
+    ends: tuple[str, ...] = ()
+    if double or single:
+        ends = ("\n\n",) if double else ("\n",)
     pair = None
     if f.flag("prevent_newline_after_colon"):
         pair = openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]
@@ -56,6 +60,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     stop_token = f.integer("stop_token", tokenizer.eod, 0, served.model.model.vocab - 1)
     penalty = f.number("length_penalty", 1.0, -100, 100)
     f.refuse_rest()
+    # Arguments that would have no effect are refused, as unknown ones are.
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
         raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
     if width is not None and (len(prompts) > 1 or logprobs or ends or pair):
@@ -70,6 +75,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
                 f"this model reads {served.model.seq_length} tokens, but a prompt has {both}",
                 "prompts",
             )
+    # Without a seed, each call draws one of its own.
     seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
     first = Request(
@@ -83,7 +89,8 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
 
 
 def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
-    texts, bos = f.take("prompts"), f.flag("add_BOS")
+    texts = f.take("prompts")
+    bos = f.flag("add_BOS")
     if not isinstance(texts, list) or not texts or not all(isinstance(p, str) for p in texts):
         raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
     if len(texts) > openai.MOST_TEXTS:
@@ -98,7 +105,8 @@ def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     """Return the flags of sampling, and the decay of top_p with its lower end."""
-    temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000)
+    temperature = f.number("temperature", 1.0, 0, 100)
+    top_k = f.integer("top_k", 0, 0, 1000)
     if not temperature:
         raise Refusal(
             "temperature must be above 0; top_k 1 takes the likeliest token", "temperature"
@@ -134,6 +142,7 @@ async def answer_megatron(
             "segments": segments(tokenizer, rows),
             "scores": scores,
         }
+    # Without beams the texts are decoded beside those of other requests.
     job = QueuedRequest(call.requests, seconds)
     events: list[list[Event]] = [[] for _ in call.requests]
     with scheduler.generating(job):
@@ -149,6 +158,7 @@ async def answer_megatron(
         if call.logprobs
         else None
     )
+    # An echoed prompt is among the tokens of its text already.
     rows = [
         [*([] if r.echo else r.prompt), *(e.token for e in t)]
         for r, t in zip(call.requests, texts, strict=True)
@@ -156,7 +166,7 @@ async def answer_megatron(
     return {
         "text": [tokenizer.decode(ids) for ids in rows],
         "segments": segments(tokenizer, rows),
-        "logprobs": logprobs,
+        "logprobs": logprobs if call.logprobs else None,
     }
 
 
@@ -168,6 +178,7 @@ def end_text(request: Request, tokenizer: Tokenizer, events: list[Event]) -> lis
     """
     if events and events[-1].finish == "stop" and events[-1].token == tokenizer.eod:
         events = events[:-1]
+    # The prompt ends a line, so an empty line needs one more end of line alone.
     is_open = request.stop == ("\n\n",) and tokenizer.decode(request.prompt[-1:]).endswith("\n")
     if not is_open:
         return events

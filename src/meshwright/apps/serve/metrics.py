@@ -23,13 +23,16 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.tokens: Counter[str] = Counter()
+        # A count for each bucket, then the sum and the number of all.
         self._seconds: dict[str, list[float]] = {
             name: [0.0] * (len(BUCKETS) + 2) for name in METRIC_HELP if "seconds" in name
         }
 
     def observe(self, name: str, seconds: float) -> None:
-        """Add a time to a histogram: its bucket, then the sum of all, at the end the number."""
+        """Add a time to a histogram."""
+        # Buckets are cumulative; the sum of all times and their number follow them.
         values = self._seconds[name]
+        # Prometheus' buckets are cumulative: each counts all times up to its limit.
         for at, limit in enumerate(BUCKETS):
             values[at] += seconds <= limit
         values[-2] += seconds
@@ -57,6 +60,7 @@ class ServerMetrics:
         add("texts_running", "gauge", [("", running)])
         add("requests_waiting", "gauge", [("", waiting)])
         for name, values in self._seconds.items():
+            # The last bucket has them all.
             limits = [*map(str, BUCKETS), "+Inf"]
             buckets = zip(limits, [*values[:-2], values[-1]], strict=True)
             rows = [(f'_bucket{{le="{limit}"}}', value) for limit, value in buckets]

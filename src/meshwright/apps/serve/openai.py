@@ -27,7 +27,9 @@ from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import TokenText
 
 MOST_TEXTS = 128  # of one request
-MOST_STOPS, LONGEST_STOP, MOST_LOGPROBS = 16, 200, 20
+MOST_STOPS = 16
+LONGEST_STOP = 200
+MOST_LOGPROBS = 20
 LONGEST_TOKEN = 512  # characters on average: no text of more fits, and it is not worth encoding
 # Identifiers for OpenAI's own records; they never change an answer.
 IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -95,7 +97,8 @@ class OpenAICall:
 
 def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     prompts = encode_prompt_field(f.take("prompt"), served)
-    echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
+    echo = f.flag("echo")
+    length = f.integer("max_tokens", 16, 0, 2**31 - 1)
     if not length and not echo:
         raise Refusal(
             "max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens"
@@ -105,14 +108,17 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     best_of = f.integer("best_of", n, 1, MOST_TEXTS)
     f.only("suffix", ("",), NO_SUFFIX)
     stream, usage = read_stream(f)
+    # The best are known only when all have ended, so a stream cannot choose.
     if best_of < n or (best_of > n and stream):
         raise Refusal(
             f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of"
         )
+    # Each prompt keeps the end that leaves room for its text.
     if reads_end_only(f):
+        # The end of each prompt, with room for the text after it.
         prompts = [prompt[-max(1, served.model.seq_length - length) :] for prompt in prompts]
     requests = read_texts(f, served, prompts, best_of, length, ())
-    # The best are those whose tokens are likeliest.
+    # The best texts are those whose tokens are likeliest, which must be known to choose them.
     wanted = 0 if logprobs is None and best_of > n else logprobs
     requests = [dataclasses.replace(r, logprobs=wanted, echo=echo) for r in requests]
     return OpenAICall("text_completion", requests, n, best_of, logprobs, stream, usage)
@@ -120,15 +126,21 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
 
 def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     messages = read_messages(f.take("messages"))
+    # The newer name of the length wins over the older one.
     lengths = [
         f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
     ]
     length = next((n for n in lengths if n is not None), None)
-    most, ends_only = served.model.seq_length, reads_end_only(f)
-    prompt = render(messages, served, length or most if ends_only else None)
+    most = served.model.seq_length
+    ends_only = reads_end_only(f)
+    prompt = render(messages, served, (length or most) if ends_only else None)
     room = max(1, most - len(prompt))
-    length = room if length is None else min(length, room) if ends_only else length
-    wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+    if length is None:
+        length = room
+    elif ends_only:  # a long answer ends where the positions do
+        length = min(length, room)
+    wants = f.flag("logprobs")
+    top = f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
         raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
     n = f.integer("n", 1, 1, MOST_TEXTS)
@@ -167,12 +179,14 @@ def read_texts(
     presence, frequency = (
         f.number(f"{name}_penalty", 0.0, -2, 2) for name in ("presence", "frequency")
     )
+    # Without a seed each request draws its own, as a caller expects of chance.
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in NEUTRAL.items():
         f.only(name, neutral, why)
     for name in IDENTIFIERS:
         f.take(name)
+    # All known fields have been taken: any that is left might change the text.
     f.refuse_rest()
     if len(prompts) * copies > MOST_TEXTS:
         raise Refusal(
@@ -185,6 +199,7 @@ def read_texts(
             both = f"{len(prompt)} in the prompt and {length} in the completion"
             message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
             raise Refusal(message, "prompt", "context_length_exceeded")
+    # A row for each text, which draws random numbers of its own, by its place in the request.
     rows = [prompt for prompt in prompts for _ in range(copies)]
     first = Request(
         [], options, seed % 2**63, stop=stop, presence_penalty=presence, frequency_penalty=frequency
@@ -197,7 +212,9 @@ def read_texts(
 
 def read_options(f: Fields, length: int) -> Sampling:
     """Return the flags of sampling; OpenAI's `top_p` of 1 is all tokens, and 0 the likeliest."""
-    temperature, top_p = f.number("temperature", 1.0, 0, 100), f.number("top_p", 1.0, 0, 1)
+    temperature = f.number("temperature", 1.0, 0, 100)
+    top_p = f.number("top_p", 1.0, 0, 1)
+    # Our 0 takes all tokens, as OpenAI's 1; a tiny share leaves the likeliest alone.
     return Sampling(
         temperature,
         top_k=max(0, f.integer("top_k", 0, -1, 2**31 - 1)),  # -1: all, as in vLLM
@@ -209,7 +226,8 @@ def read_options(f: Fields, length: int) -> Sampling:
 
 
 def read_stream(f: Fields) -> tuple[bool, bool]:
-    stream, options = f.flag("stream"), f.take("stream_options")
+    stream = f.flag("stream")
+    options = f.take("stream_options")
     if options is None:
         return stream, False
     if not isinstance(options, dict):
@@ -230,7 +248,8 @@ def encode_prompt_field(given: Any, served: ServedModel) -> list[list[int]]:
     prompts = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not 0 < len(prompts) <= MOST_TEXTS:
         raise Refusal(f"prompt has {len(prompts)} prompts; give 1 to {MOST_TEXTS}", "prompt")
-    tokenizer, vocab = served.model.tokenizer, served.model.model.vocab
+    tokenizer = served.model.tokenizer
+    vocab = served.model.model.vocab
     out = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -247,7 +266,7 @@ def encode_prompt_field(given: Any, served: ServedModel) -> list[list[int]]:
                 "prompt must be a string, a list of strings, or token ids in one or two lists",
                 "prompt",
             )
-        out.append(ids or [tokenizer.eod])
+        out.append(ids or [tokenizer.eod])  # an empty prompt begins a document
     return out
 
 
@@ -278,6 +297,7 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise Refusal(f"{where} must have a role: {', '.join(ROLES)}", "messages")
+        # A field that is null asks for nothing.
         more = {
             key
             for key, value in message.items()
@@ -288,8 +308,10 @@ def read_messages(given: Any) -> list[dict[str, str]]:
                 f"{where} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out",
                 where,
             )
+        # The content is a text, or a list of parts, of which only those of text can be read.
         content = message.get("content")
         if isinstance(content, list):
+            # A content in parts must be text throughout: images are not read, and not passed over.
             is_text = [
                 isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text"
                 for p in content
@@ -317,8 +339,11 @@ def render(
     Where there is no room for an answer of `most` tokens, the oldest messages are left out, as in
     `meshwright chat`.
     """
-    tokenizer, template = served.model.tokenizer, served.template
+    tokenizer = served.model.tokenizer
+    template = served.template
+    # Before the text is encoded, which takes long for a large one.
     require_size(served, sum(len(m["content"]) for m in messages))
+    # What the system says begins the dialogue, whichever turns are left out.
     system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
     turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
     dialogue = Dialogue(tokenizer, template, served.model.seq_length, system, turns)
@@ -356,13 +381,14 @@ class ChoiceText:
     """A text while it comes, cut before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self.tokenizer, self.request = tokenizer, request
+        self.tokenizer = tokenizer
+        self.request = request
         self._echoed, self._stream = TokenText(tokenizer), request.new_text(tokenizer)
         self._count = 0
         self._waiting: list[Token] = []
         self.whole = TextPart()
-        self.generated = 0
-        self.sum = 0.0  # of log-probabilities
+        self.generated = 0  # tokens, without those of an echoed prompt
+        self.sum = 0.0  # of their log-probabilities
 
     def push(self, event: Event) -> TextPart:
         """Return what is certain of the text now; nothing after its end."""
@@ -375,12 +401,14 @@ class ChoiceText:
         if not is_end:
             self._note(event)
             text = (self._echoed if event.echoed else self._stream).push(event.token)
+        # The prompt and the text are decoded apart: no character reaches from one into the other.
         if event.echoed and self._count == len(self.request.prompt):
             text += self._echoed.flush()
         if event.finish or self._stream.stopped:
             self.whole.finish = "stop" if self._stream.stopped else event.finish
             text += self._stream.flush()
         self.whole.text += text
+        # Tokens wait until their first character is certain; those of a stop string are dropped.
         keep_all = self.whole.finish and not self._stream.stopped
         certain = [t for t in self._waiting if keep_all or t.offset < len(self.whole.text)]
         self._waiting = self._waiting[len(certain) :]
@@ -411,10 +439,15 @@ def spell(tokenizer: Tokenizer, token: int) -> str:
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
     tops: list[dict[str, float] | None] = []
     for t in tokens:
+        # The first token of an echoed prompt follows nothing, so it has no probability.
+        if t.logprob is None:
+            tops.append(None)
+            continue
+        # The chosen token is added where it is not among the likeliest.
         top: dict[str, float] = {}
-        for token, logprob in [*t.top, (t.id, t.logprob)] if t.logprob is not None else []:
+        for token, logprob in [*t.top, (t.id, t.logprob)]:
             top.setdefault(spell(tokenizer, token), logprob)
-        tops.append(top if t.logprob is not None else None)
+        tops.append(top)
     return {
         "tokens": [spell(tokenizer, t.id) for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
@@ -468,6 +501,7 @@ def choice_of(
     if call.logprobs is not None:
         out["logprobs"] = chat_logprobs(tokenizer, piece.tokens)
     if call.stream:
+        # The first part names the role, also if it has no text yet.
         delta = {"content": piece.text} if piece.text or is_first else {}
         out["delta"] = {"role": "assistant"} | delta if is_first else delta
     else:
@@ -491,8 +525,10 @@ async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest)
         texts[row].push(event)
     choices: list[dict[str, Any]] = []
     for first in range(0, len(texts), call.best_of):
+        # Of each prompt's texts the best n, or all in their order.
         rows: list[int] = list(range(first, first + call.best_of))
         if call.best_of > call.n:
+            # The mean, so that short texts have no advantage.
             rows.sort(key=lambda row: -texts[row].mean)
         for row in rows[: call.n]:
             choices.append(choice_of(call, served, len(choices), texts[row].whole))
@@ -510,7 +546,9 @@ async def stream_call(
     begun = set[int]()
     extra = {"usage": None} if call.usage else {}
     async for row, event in job.events():
+        # A token that ends no character, or may begin a stop string, says nothing yet.
         piece = texts[row].push(event)
+        # A token may end within a character, and so add nothing yet.
         if not (piece.text or piece.tokens or piece.finish):
             continue
         part = choice_of(call, served, row, piece, row not in begun)

@@ -52,6 +52,7 @@ class QueuedRequest:
         self.deadline = asyncio.get_running_loop().time() + seconds
         self.on_first: Callable[[], None] = lambda: None  # called at the first token
         self.generated = 0  # tokens so far
+        # Texts that are not in the decoder yet; the thread takes them.
         self.pending = deque(enumerate(requests))
         self.active: set[int] = set()  # ids in the decoder, known to the thread
         self.unfinished = len(requests)
@@ -77,13 +78,18 @@ class Scheduler:
     def __init__(
         self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None
     ) -> None:
-        self.decoder, self.slots, self.queue, self.device = decoder, slots, queue, device
+        self.decoder = decoder
+        self.slots = slots
+        self.queue = queue
+        self.device = device
         self.seats = 0  # requests at work or waiting
         self.broken: BaseException | None = None  # what ended the thread, if not close()
         self.on_break: Callable[[], None] = lambda: None  # called in the event loop
         self._seconds = 1.0  # of a request, a moving mean
+        # The thread alone changes these: the loop asks it to, through the inbox.
         self._turns: deque[QueuedRequest] = deque()
         self._rows: dict[int, tuple[QueuedRequest, int]] = {}
+        # Other threads change no state of the decoder's: they leave commands for it here.
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
         self._changed = threading.Condition()
@@ -120,13 +126,16 @@ class Scheduler:
         if self.broken is not None:
             raise ModelFailed(f"the decoder failed: {self.broken}")
         if self.seats >= self.slots + self.queue:
-            raise QueueFull(max(1, min(60, round(self._seconds * (1 + self.queue / self.slots)))))
+            # The mean time of a request: for those at work, and for each round of those waiting.
+            rounds = 1 + self.queue / self.slots
+            raise QueueFull(max(1, min(60, round(self._seconds * rounds))))
         self.seats += 1
         began = time.monotonic()
         try:
             yield
         finally:
             self.seats -= 1
+            # A moving mean over the last ten requests or so.
             self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
 
     @contextlib.contextmanager
@@ -145,6 +154,7 @@ class Scheduler:
         return await done
 
     def _tell(self, command: Callable[[], None]) -> None:
+        """Let the thread run a command between its steps; once it has failed, run it here."""
         with self._changed:
             self._inbox.append(command)
             self._changed.notify()
@@ -156,6 +166,7 @@ class Scheduler:
     def _work(self) -> None:
         try:
             devices.set_current(self.device)
+            # A round: commands, new texts, a step of one search, a token of each text.
             while self._wait():
                 while self._inbox:
                     self._inbox.popleft()()
@@ -180,13 +191,14 @@ class Scheduler:
         """Advance all texts by a token; bad logits and a lack of memory end them all."""
         try:
             events = self.decoder.step()
-        except (UserError, MemoryError, RuntimeError) as error:
+        except (UserError, RuntimeError) as error:
             if not isinstance(error, UserError) and not devices.is_out_of_memory(error):
                 raise
             for job in self._jobs():
                 self._drop(job)
                 self._loop.call_soon_threadsafe(job.arrived.put_nowait, ModelFailed(str(error)))
             return
+        # One call into the event loop brings the tokens of all texts.
         batch = []
         for event in events:
             job, number = self._rows[event.id]
@@ -195,11 +207,16 @@ class Scheduler:
                 job.active.discard(event.id)
             batch.append((job, (number, event)))
         if batch:
+            # One call for all of a step's tokens: each wakes the loop.
             self._loop.call_soon_threadsafe(_put_all, batch)
 
     def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
-        """Advance a generator by a step, unless its caller has left; by turns with others."""
-        result, error = None, None
+        """Advance a generator by a step, unless its caller has left; by turns with others.
+
+        Bad logits and a lack of memory end it alone; any other error ends the thread.
+        """
+        result = None
+        error: Exception | None = None
         try:
             if not done.cancelled():
                 next(work)
@@ -209,6 +226,11 @@ class Scheduler:
             result = end.value
         except UserError as e:
             error = e
+        except BaseException as e:
+            if not devices.is_out_of_memory(e):
+                self._calls.append((work, done))  # whose caller _fail_all answers
+                raise
+            error = ModelFailed(str(e))
 
         def settle() -> None:
             if not done.done():  # the caller may have been cancelled
@@ -217,6 +239,7 @@ class Scheduler:
         self._loop.call_soon_threadsafe(settle)
 
     def _drop(self, job: QueuedRequest) -> None:
+        """Cancel what is waiting or at work of a request."""
         with contextlib.suppress(ValueError):
             self._turns.remove(job)
         job.pending.clear()
@@ -231,16 +254,19 @@ class Scheduler:
             job = self._turns.popleft()
             number, request = job.pending.popleft()
             try:
+                # A request that cannot be decoded is answered; the others go on.
                 row = self.decoder.submit(request)
             except UserError as error:
                 self._loop.call_soon_threadsafe(job.arrived.put_nowait, error)
                 continue
             job.active.add(row)
             self._rows[row] = job, number
+            # The others come before the next text of this request.
             if job.pending:
                 self._turns.append(job)
 
     def _jobs(self) -> list[QueuedRequest]:
+        # A request may have texts at work and others waiting.
         both = itertools.chain(self._turns, (job for job, _ in self._rows.values()))
         return list({id(job): job for job in both}.values())
 

@@ -74,6 +74,7 @@ class Growth:
         """Add what was measured at the next size."""
         for name in ACTIVATIONS:
             self.initial[name].append(initial[name])
+            # The first size makes the lists, the others append to them.
             steps = self.changes[name] or [[] for _ in changes]
             self.changes[name] = [
                 [*before, step[name]] for before, step in zip(steps, changes, strict=True)
@@ -92,6 +93,7 @@ class Growth:
         for name in ACTIVATIONS:
             if self.axis == "depth" and name in OF_BRANCHES:
                 continue
+            # The steepest slope of any step, up or down; no number at all is the worst.
             worst = max(self.slopes(name), key=lambda x: abs(x) if math.isfinite(x) else math.inf)
             if not abs(worst) <= tolerance:
                 out.append(f"the change of {name} goes with {self.axis}^{worst:.2f}")
@@ -135,7 +137,10 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 def at_width(m: Model, width: int) -> Model:
     """Return the model with another width, of which heads, groups and MLP keep their shares."""
-    hidden, heads, groups = m.hidden_size or 1, m.num_attention_heads or 1, m.num_query_groups or 0
+    hidden = m.hidden_size or 1
+    heads = m.num_attention_heads or 1
+    groups = m.num_query_groups or 0
+    # The smallest width with whole heads and whole groups of them.
     unit = hidden // math.gcd(hidden, heads, groups)
     if width % unit:
         raise SettingsError(
@@ -158,7 +163,8 @@ def at_size(config: TrainConfig, axis: Axis, size: int) -> TrainConfig:
 
 def make_small(config: TrainConfig) -> TrainConfig:
     """Return the run as it is measured: on this device alone, with plain layers and one rate."""
-    t, o = config.training, config.optimizer
+    t = config.training
+    o = config.optimizer
     training = dataclasses.replace(
         Training(**baseline_settings(t)),
         micro_batch_size=1 if t.micro_batch_size == "auto" else t.micro_batch_size,
@@ -205,7 +211,9 @@ def start_trainer(config: TrainConfig, device: torch.device) -> Trainer:
     """Return a trainer of this process that has drawn its weights."""
     vocabulary = find_vocabulary(config, None)
     spec = Spec(config, Layout(), device, vocabulary.size, vocabulary.padded)
-    state, timers = build_state(spec, ALONE, Startup()), Timers(0, "minmax", device, ALONE)
+    state = build_state(spec, ALONE, Startup())
+    timers = Timers(0, "minmax", device, ALONE)
+    # The real feed, for its data; what is repeated is the first batch of it.
     feed = open_feed(state, vocabulary.tokenizer, None)
     repeated = RepeatedFeed(feed.datasets, feed.spec)
     return Trainer(
@@ -228,9 +236,10 @@ def measure(
     """Train a model of each size for so many steps and return what was measured."""
     growth = Growth(axis, sizes)
     for size in sizes:
+        # The same batch before and after each step, so that only the weights change activations.
         with console.only_warnings():
             trainer = start_trainer(at_size(config, axis, size), device)
-            (batch, *_) = trainer.feed.read_again(0)
+            batch, *_ = trainer.feed.read_again(0)
             first = activations_of(trainer, batch)
             changes = []
             for _ in range(steps):
@@ -252,6 +261,7 @@ def rms_of_change(before: list[Tensor], after: list[Tensor]) -> float:
 
 def rms(tensors: list[Tensor]) -> float:
     """Return the root mean square of all elements."""
+    # In float64, since a sum of millions of small squares is taken.
     squares = sum(float(x.double().square().sum()) for x in tensors)
     return math.sqrt(squares / sum(x.numel() for x in tensors))
 
@@ -259,9 +269,11 @@ def rms(tensors: list[Tensor]) -> float:
 @torch.no_grad()
 def activations_of(trainer: Trainer, batch: Batch) -> dict[str, list[Tensor]]:
     """Return the activations of a micro-batch, of each layer where they are of layers."""
-    net, vocab = trainer.net, trainer.state.vocab
+    net = trainer.net
+    vocab = trainer.state.vocab
     (model,) = net.parts
-    trainer.net.store.wait_for_weights()
+    # The store may still gather what the step before has updated.
+    net.store.wait_for_weights()
     with recorded(model) as found:
         found["logits"] += net.infer([batch], lambda logits, _: logits[..., :vocab].clone())
     return found
@@ -279,6 +291,7 @@ def recorded(model: Any) -> Iterator[dict[str, list[Tensor]]]:
         return lambda module, inputs: found[name].append(inputs[place].detach().clone())
 
     layers = list(model.h.children())
+    # The first layer's input, its second argument, is the embedding's output.
     hooks = [layers[0].register_forward_pre_hook(keep_input("embedding", 1))]
     hooks.append(model.ln_f.register_forward_pre_hook(keep_input("stream")))
     for layer in layers:
@@ -323,6 +336,7 @@ def draw_panel(axes: Any, growth: Growth, name: str) -> None:
 
     plot.style(axes, growth.axis)
     axes.set_title(name, color=plot.INK, fontsize=9)
+    # Initial activations dashed, and a line for the change after each step.
     axes.loglog(
         growth.sizes,
         growth.initial[name],
@@ -342,6 +356,7 @@ def draw_panel(axes: Any, growth: Growth, name: str) -> None:
             marker=".",
             label=f"change, step {number + 1}",
         )
+    # Ticks at the sizes alone: between them there is nothing.
     axes.set_xticks(growth.sizes, [str(size) for size in growth.sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(10))

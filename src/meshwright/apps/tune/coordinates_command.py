@@ -74,13 +74,18 @@ def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
     """Fill in what a run needs and no flag names."""
     from meshwright.data import tokenizers
 
-    m, d, t, k = config.model, config.data, config.training, config.tokenizer
+    m = config.model
+    d = config.data
+    t = config.training
+    k = config.tokenizer
+    # What the flags leave open is small, so that the check is quick on a CPU too.
     hidden = m.hidden_size
     if not hidden and c.widths:
         hidden = min(c.widths)
     heads = m.num_attention_heads
     if not heads and hidden:
         heads = max(1, hidden // (m.kv_channels or HEAD))
+    # Random tokens stand in for data that no flag names.
     has_files = any(paths.sources for paths in data_paths.path_sets(d))
     values = {
         "num_layers": m.num_layers or 4,
@@ -107,6 +112,7 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
         ("depth", sorted({*c.depths})),
     ]
     axes = [(axis, sizes) for axis, sizes in axes if sizes]
+    # All sizes are checked before the first is trained.
     for axis, sizes in axes:
         for size in sizes:
             require(checks.problems(coordinates.at_size(small, axis, size)))
@@ -124,6 +130,7 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
     path = Path(c.picture)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(coordinates.picture(measured, path.stem), encoding="utf-8")
+    # With --json, standard output has the JSON alone.
     if c.json:
         record = {
             "is_stable": not faults,

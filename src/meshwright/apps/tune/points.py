@@ -45,6 +45,7 @@ class Axis:
             return generator.choice(self.listed())
         (name,) = self.names
         low, high = self.ends
+        # Rates and sizes differ by factors, so their logarithms are uniform.
         is_log = low > 0
         number = generator.uniform(*(map(math.log, self.ends) if is_log else self.ends))
         if is_log:
@@ -72,6 +73,7 @@ class Space:
         drawn: list[Point] = []
         for i in range(draws if self.random else 1):
             drawn.append(_joined(axis.draw(f"{draw_seed}/{i}") for axis in self.random))
+        # Every point of the grid meets the same draws, so that points differ by the grid alone.
         for listed in itertools.product(*(axis.listed() for axis in self.grid)):
             for draw in drawn:
                 yield _joined([*listed, draw])
@@ -96,6 +98,7 @@ def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
     """Parse NAME=VALUE,VALUE; several may stand in a word, and | separates values with commas."""
     axes = []
     for several in words:
+        # Words are divided at spaces that another FLAG= follows; a value may contain spaces.
         for word in re.split(r"\s+(?=[\w:-]+=)", several.strip()):
             names, _, values = word.partition("=")
             if not values:
@@ -106,23 +109,22 @@ def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
 
 
 def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
+    # A range, the values of one flag, or those of several flags that change together.
     names = tuple(_field_of(name, where) for name in flags.split(":"))
-    if len(names) == len(values) == 1 and ".." in values[0] and _kind(names[0]) in (int, float):
+    first, *others = names
+    # A single value with .. in it is a range, if the flag takes numbers.
+    if not others and len(values) == 1 and ".." in values[0] and _kind(first) in (int, float):
         return Axis(names, ends=_ends(values[0], where))
-    if len(names) == 1:
-        return Axis(names, tuple((_normal(names[0], value, where),) for value in values))
+
+    # Each value has a part for each flag; a lone flag's may contain colons.
     read = []
     for value in values:
-        parts = value.split(":")
+        parts = value.split(":") if others else [value]
         if len(parts) != len(names):
             raise UserError(f"{where}: {value!r} is not {len(names)} values with : between them")
-        read.append(parts)
-    return Axis(names, tuple(_normal_values(names, parts, where) for parts in read))
-
-
-def _normal_values(names: Sequence[str], parts: Sequence[str], where: str) -> tuple[str, ...]:
-    pairs = zip(names, parts, strict=True)
-    return tuple(_normal(name, part, where) for name, part in pairs)
+        pairs = zip(names, parts, strict=True)
+        read.append(tuple(_normal(name, part, where) for name, part in pairs))
+    return Axis(names, tuple(read))
 
 
 def _ends(text: str, where: str) -> tuple[float, float]:
@@ -140,6 +142,7 @@ def _field_of(word: str, where: str) -> str:
     fields = config_fields(TrainConfig)
     key = word.lstrip("-").replace("_", "-")
     name = key.replace("-", "_")
+    # Any spelling that train takes: lr, --lr, another program's.
     for field, (_, f, _) in fields.items():
         if f"--{key}" in f.metadata["aliases"]:
             name = field
@@ -165,6 +168,7 @@ def _normal(name: str, text: str, where: str) -> str:
     if name in CONTROLS:
         return text
     try:
+        # As train would read it, so that a mistake is found before the first run.
         value = convert_value(config_fields(TrainConfig)[name][2], text)
     except ValueError as error:
         raise UserError(f"{where}: {spelling(name)}: {error}") from None
@@ -176,7 +180,7 @@ def _normal(name: str, text: str, where: str) -> str:
 
 
 def _text_of(number: float) -> str:
-    """Return a number as short as it can be said exactly."""
+    """Return the shortest text that states a number exactly."""
     text = f"{number:.12g}"
     return text if float(text) == number else repr(number)
 
@@ -190,6 +194,7 @@ def words_of(point: Mapping[str, str]) -> list[str]:
     words: list[str] = []
     for name, text in point.items():
         if text in ("true", "false") and _kind(name) is bool:
+            # A switch has two flags and no value.
             on, off = switches(config_fields(TrainConfig)[name][1])
             words.append(on[0] if text == "true" else off[0])
         elif is_list(_kind(name)):
@@ -201,21 +206,27 @@ def words_of(point: Mapping[str, str]) -> list[str]:
 
 def name_of_point(point: Mapping[str, str]) -> str:
     """Return the name of a point's folder, which depends on its values alone."""
-    values = ",".join(f"{spelling(name)[2:]}={value}" for name, value in point.items())
+    settings = []
+    for field, value in point.items():
+        flag = spelling(field).removeprefix("--")
+        settings.append(f"{flag}={value}")
+    values = ",".join(settings)
+    # A folder's name is free of slashes, spaces and all that a shell reads.
     name = re.sub(r"[^\w.,+=-]", "-", values)
     if name == values and len(name) <= NAME_LIMIT:
         return name or "run"
     # Other points may have the same name once it is cut or characters are replaced.
-    digest = hashlib.sha256(repr(sorted(point.items())).encode()).hexdigest()
+    exact = repr(sorted(point.items()))
+    digest = hashlib.sha256(exact.encode()).hexdigest()
     return f"{name[: NAME_LIMIT - 9]}-{digest[:8]}"
 
 
 def require_flags(point: Mapping[str, str], where: str) -> None:
-    """Refuse a recorded point that names what is no flag of train."""
+    """Refuse a recorded point with a name that is no flag of train."""
     for name in point:
         _field_of(name, where)
 
 
 def is_logarithmic(values: Sequence[float]) -> bool:
-    """Whether an axis of these values is drawn with a logarithmic scale."""
+    """Return whether an axis of these values is drawn with a logarithmic scale."""
     return len(values) > 1 and min(values) > 0 and max(values) / min(values) >= 4

@@ -48,29 +48,40 @@ class SweptPoint:
         return math.inf if chosen is None or math.isnan(chosen) else chosen
 
 
+Items = tuple[tuple[str, str], ...]  # of a point
+
+
+def items_without(point: Point, left_out: str) -> Items:
+    """Return a point's other settings, as a key."""
+    return tuple((name, value) for name, value in point.items() if name != left_out)
+
+
 def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
-    """Return the swept, finished ones first, by their loss."""
-    groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
+    """Return the points of these runs, finished ones first, by their loss."""
+    # Runs that differ in their seeds alone are one point.
+    groups: dict[Items, list[SweepRun]] = {}
     for run in runs:
-        values = tuple((name, value) for name, value in run.point.items() if name != "seed")
-        groups.setdefault(values, []).append(run)
+        groups.setdefault(items_without(run.point, "seed"), []).append(run)
     swept = [_mean_of(dict(values), members) for values, members in groups.items()]
-    return sorted(swept, key=lambda o: (STATES.index(o.state), o.loss))
+    swept.sort(key=lambda o: (STATES.index(o.state), o.loss))
+    return swept
 
 
 def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
-    held_out, training = list[float](), list[float]()
+    held_out = list[float]()
+    training = list[float]()
     tokens, seconds = 0, 0.0
     for run in runs:
         tail = run.tail
         if tail is None or not tail.count:
             continue
+        # The last validation and the end of the training, of each seed that made a step.
         if checks := tail.record.mean_validations():
             held_out.append(checks[-1][1])
         training.append(tail.final_loss()[0])
         length = tail.settings.get("seq_length", 1)
         samples = float(tail.column("consumed_samples")[-1])
-        # not of a log or settings that are no run's
+        # Files that no run has written may hold any number.
         if isinstance(length, int) and max(length, samples) < MOST_STEPS:
             tokens = max(tokens, int(samples) * length)
         seconds += wall_time(tail.record.attempts)[1]
@@ -108,6 +119,7 @@ def table(swept: Sequence[SweptPoint]) -> list[str]:
         return "" if x is None else f"{x:.4f}"
 
     rows = [[_flag(name) for name in names]]
+    # Columns for the spread only where points have several seeds.
     rows[0] += ["held-out", *(["+-", "seeds"] if has_seeds else [])]
     rows[0] += ["training", "tokens", "time", "state"]
     for o in swept:
@@ -135,6 +147,7 @@ def picture(swept: Sequence[SweptPoint], title: str) -> str:
     from matplotlib.figure import Figure
 
     shown = [o for o in swept if math.isfinite(o.loss)]
+    # A panel for each axis that has several values, in two columns.
     names = [name for name in axes_of(shown) if _differs(shown, name)][:MOST_PANELS]
     columns = min(max(len(names), 1), 2)
     height = -(-len(names) // columns) or 1
@@ -154,20 +167,21 @@ def _draw_panel(axes: Axes, shown: Sequence[SweptPoint], name: str) -> None:
     # Values that are no numbers are placed in their order.
     texts = list(dict.fromkeys(o.point.get(name, "") for o in shown))
     numbers = _numbers(texts)
-    places = dict(zip(texts, numbers or map(float, range(len(texts))), strict=True))
+    at = numbers or [float(i) for i in range(len(texts))]
+    places = dict(zip(texts, at, strict=True))
     plot.style(axes, _flag(name))
 
     # A line for all points with the same values of the other axes.
-    lines: dict[tuple[tuple[str, str], ...], list[SweptPoint]] = {}
+    lines: dict[Items, list[SweptPoint]] = {}
     for o in shown:
-        others = tuple(item for item in o.point.items() if item[0] != name)
-        lines.setdefault(others, []).append(o)
+        lines.setdefault(items_without(o.point, name), []).append(o)
     joins = len(lines) <= MOST_LINES
     differing = axes_of([members[0] for members in lines.values()])
     labelled = [n for n in differing if n != name]
     for members, colour in zip(lines.values(), itertools.cycle(COLOURS), strict=False):
         points = sorted((places[o.point.get(name, "")], o.loss, o.state) for o in members)
         if joins:
+            # The legend says by what the lines differ.
             first = members[0].point
             label = ", ".join(f"{_flag(n)} {first.get(n, '')}" for n in labelled)
             x, y, _ = zip(*points, strict=True)
@@ -175,8 +189,14 @@ def _draw_panel(axes: Axes, shown: Sequence[SweptPoint], name: str) -> None:
         else:
             colour = plot.LINE
         for place, loss, state in points:
-            fill = colour if state == "done" else "none"
-            axes.plot(place, loss, "o", ms=4.5, color=colour, mfc=fill)
+            axes.plot(
+                place,
+                loss,
+                "o",
+                ms=4.5,
+                color=colour,
+                mfc=colour if state == "done" else "none",
+            )
 
     _scale(axes, texts, numbers)
     if joins and len(lines) > 1:
@@ -189,6 +209,7 @@ def _scale(axes: Axes, texts: Sequence[str], numbers: Sequence[float]) -> None:
 
     if numbers and is_logarithmic(numbers):
         axes.set_xscale("log")
+    # Each value has a tick, unless their labels would overlap.
     if numbers and len(numbers) > 8:
         axes.xaxis.set_major_locator(LogLocator() if is_logarithmic(numbers) else MaxNLocator(6))
         axes.xaxis.set_major_formatter("{x:g}")

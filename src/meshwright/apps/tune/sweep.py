@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
 OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
-MOST_STEPS = 1 << 53  # that are exact as a float; a log of someone else may say more
-MOST_LISTED = 10  # runs that are refused
+MOST_STEPS = 1 << 53  # the most that a float states exactly; a strange log may say more
+MOST_LISTED = 10  # refused runs that are named
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
 
@@ -84,7 +84,7 @@ class SweepPlan:
 
     def read_settings(self, name: str, point: Mapping[str, str]) -> TrainConfig:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
-        # no checkpoint gives an architecture yet
+        # The flags alone are checked, without the architecture of a checkpoint.
         words = [*self.flags_of(name, point), "--load=none"]
         if self.ranks > 1:
             words.append(f"--world-size={self.ranks}")
@@ -124,7 +124,9 @@ class Sweep:
     """The runs of a folder; `start` makes a run's process from the words after `meshwright`."""
 
     def __init__(self, plan: SweepPlan, runs: dict[str, SweepRun], words: list[str]) -> None:
-        self.plan, self.runs, self.words = plan, runs, words
+        self.plan = plan
+        self.runs = runs
+        self.words = words
         self.children: dict[str, Child] = {}
         self.program = [sys.executable, "-u", "-m", "meshwright"]
 
@@ -139,6 +141,7 @@ class Sweep:
                 if run.state not in FINAL_STATES:
                     run.state = "waiting"
                     waiting.append(run)
+                # Finished runs too are what later ones are compared with.
                 self.note_rungs(run)
             with host.handled([signal.SIGTERM], end_sweep):
                 try:
@@ -168,6 +171,7 @@ class Sweep:
 
     def start(self, run: SweepRun, slot: int, slots: list[dict[str, str]]) -> None:
         log = self.plan.folder / f"{run.name}.log"
+        # A link in the sweep's folder would lead the run elsewhere.
         require_unlinked(self.plan.folder / run.name)
         with open(log, "ab", opener=own_file) as output:
             process = subprocess.Popen(
@@ -184,8 +188,10 @@ class Sweep:
         self.say(run, "started")
 
     def finish(self, name: str) -> None:
-        run, child = self.runs[name], self.children.pop(name)
+        run = self.runs[name]
+        child = self.children.pop(name)
         run.read(self.plan.folder)
+        # A signal that ended the process counts as a shell has it: 128 and its number.
         status = child.process.returncode
         status = 128 - status if status < 0 else status
         if status == DONE:
@@ -193,23 +199,28 @@ class Sweep:
         elif child.is_stopped and status == SIGTERM:
             run.state = "stopped"
         elif status in (SIGINT, SIGTERM):
-            run.state, run.note = "interrupted", "it goes on when the sweep is started again"
+            run.state = "interrupted"
+            run.note = "it goes on when the sweep is started again"
         elif status == NON_FINITE:
-            run.state, run.note = "diverged", MEANINGS[status]
+            run.state = "diverged"
+            run.note = MEANINGS[status]
         else:
             why = MEANINGS.get(status, f"exit status {status}")
-            run.state, run.note = "failed", f"{why}; see {self.plan.folder / name}.log"
+            run.state = "failed"
+            run.note = f"{why}; see {self.plan.folder / name}.log"
         self.write()
         self.say(run, run.state)
 
     def say(self, run: SweepRun, event: str) -> None:
-        ended = sum(each.state in FINAL_STATES for each in self.runs.values())
-        line = f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}"
+        now = time.strftime("%H:%M:%S")
+        line = f"{now} {event:<11} {run.name}"
         if event != "started" and run.tail:
             loss = last_loss(run.tail)
-            line += "" if loss is None else f"   loss {loss:.4f}"
+            if loss is not None:
+                line += f"   loss {loss:.4f}"
         if run.note:
             line += f"   ({run.note})"
+        ended = sum(each.state in FINAL_STATES for each in self.runs.values())
         print(f"{line}   {ended} of {len(self.runs)} ended")
 
     def note_rungs(self, run: SweepRun) -> None:
@@ -225,6 +236,7 @@ class Sweep:
         if not isinstance(total, int) or total > MOST_STEPS:
             return
         last = tail.column("iteration")[-1]
+        # The last step's own validation is there once the run has ended.
         has_ended = attempt.end is not None
         for fraction in self.plan.stop_at:
             step = max(1, round(fraction * total))
@@ -234,9 +246,14 @@ class Sweep:
     def reason_to_stop(self, run: SweepRun) -> str:
         """Return why a run must end now, or an empty text."""
         for step, loss in run.rungs.items():
-            losses = sorted(each.rungs[step] for each in self.runs.values() if step in each.rungs)
+            # All runs that came to this step, whether they go on or not.
+            losses = []
+            for each in self.runs.values():
+                if step in each.rungs:
+                    losses.append(each.rungs[step])
+            losses.sort()
             best = math.ceil(self.plan.share * len(losses) - 1e-9)  # 0.07 x 100 is above 7
-            if not loss <= losses[best - 1]:
+            if not loss <= losses[best - 1]:  # also if it is not a number
                 return f"{loss:.4f} at step {step:,}: not among the best {best} of {len(losses)}"
         return ""
 
@@ -266,10 +283,14 @@ def loss_at(tail: RunTail, step: int) -> float:
     """Return the loss by which a run is compared at a step; infinity if it is not a number."""
     checks = [loss for i, loss in tail.record.mean_validations() if i <= step]
     if checks:
-        return checks[-1] if math.isfinite(checks[-1]) else math.inf
+        last = checks[-1]
+        return last if math.isfinite(last) else math.inf
+
+    # Without validations the mean over some steps, as a run's final training loss is one.
     steps = tail.column("iteration")
     first = step - max(10, final_steps(step, 1))  # of the steps whose mean is taken, less one
-    is_counted = (tail.column("skipped") == 0) & (steps <= step) & (steps > first)
+    is_taken = tail.column("skipped") == 0
+    is_counted = is_taken & (steps <= step) & (steps > first)
     recent = tail.column("loss")[is_counted]
     return float(recent.mean()) if len(recent) else math.inf
 
@@ -298,6 +319,7 @@ def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict
     An earlier start that trained nothing binds no later one.
     """
     runs = read_runs_of_sweep(folder)
+    # Runs of other flags cannot be compared; those that never began may be forgotten.
     if runs and (earlier := read_record(folder)["train_flags"]) != train_flags:
         for run in runs.values():
             if run.state in FINAL_STATES or (run.tail and run.tail.count):
@@ -307,6 +329,7 @@ def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict
         runs = {}
     for point in points:
         name = name_of_point(point)
+        # A run of an earlier start keeps what became of it.
         runs.setdefault(name, SweepRun(name, point))
     return runs
 
@@ -315,7 +338,8 @@ def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
     """Raise UserError with what train would refuse in the settings and the files of these runs."""
     from meshwright.training.before.resolve import bring_files, find_vocabulary, run_folder_of
 
-    wrong, seen = list[UserError](), set[str]()
+    wrong = list[UserError]()
+    seen = set[str]()
     for run in runs:
         try:
             config = plan.read_settings(run.name, run.point)
@@ -348,6 +372,7 @@ def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]
         raise SettingsError(f"{{devices_per_run={ranks}}}: this machine has {count}")
     jobs = jobs or max(parts, 1)
     threads = {}
+    # So many processes would each take all cores.
     if "OMP_NUM_THREADS" not in os.environ:
         threads["OMP_NUM_THREADS"] = str(max(1, host.cores() // (jobs * ranks)))
     variable = devices.hiding_variable() if count else None

@@ -93,12 +93,14 @@ class SweepConfig:
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    words, extra = [word for word in argv[:at] if word != "--dry-run"], argv[at + 1 :]
+    words = [word for word in argv[:at] if word != "--dry-run"]
+    extra = argv[at + 1 :]
     parsed = command.settings(SweepConfig, argv[:at], "sweep", ABOUT, "sweep_dir")
     if parsed is None:
         return DONE
     c = parsed.config.sweep
     assert c.sweep_dir is not None
+    # With anything that makes points the command says all; DIR alone goes on.
     if c.grid or c.random or extra or c.seeds > 1:
         return run_sweep(c, words, extra, parsed.dry_run)
 
@@ -108,8 +110,11 @@ def main(argv: list[str]) -> int:
         raise SettingsError(
             f"{c.sweep_dir} holds no sweep; give {{grid}} or {{random}}, and after -- the flags of train"
         )
-    words, extra = list(record["words"]), list(record["train_flags"])
+    words = list(record["words"])
+    extra = list(record["train_flags"])
+    # A folder may come from someone else, so its flags may not switch checks off.
     require_repeatable(c.sweep_dir, extra)
+    # Only what was typed: defaults must not undo what the first start said.
     given = {}
     for name, source in parsed.sources.items():
         if source == "command line":
@@ -163,6 +168,7 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
             words_of_run = shlex.join(["meshwright", *plan.command(run.name, run.point)])
             print(f"{run.state:<11} {words_of_run}")
         return DONE
+    # Train them, and show all that the folder has, of earlier starts too.
     slots = sweep.find_slots(c.jobs, c.devices_per_run, common.parallel.device)
     status = sweep.Sweep(plan, runs, words).run(slots)
     show_results(c.sweep_dir, list(runs.values()), c.json)
@@ -172,9 +178,11 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
 def settings_of_all(extra: list[str]) -> TrainConfig:
     """Return the settings that all runs share; refuse the flags that a sweep sets."""
     for word in extra:
+        # Flags in either spelling, with or without a value.
         if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
             raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
     common = command.flags_of_train(extra)
+    # Folders that every run would write into.
     shared = {
         "--save-hf": common.checkpoint.save_hf,
         "--tensorboard-dir": common.logging.tensorboard_dir,

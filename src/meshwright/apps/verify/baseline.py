@@ -32,19 +32,24 @@ HEAD = 8  # width of a head
 SCALE = 2.0**10  # of the loss in float16
 RATE = 1e-2  # of learning
 SMALL = dict(num_layers=8, hidden_size=64, num_attention_heads=16)
-SMALL_LENGTH, SMALL_VOCABULARY, SMALL_BATCH = 64, 512, 32
+SMALL_LENGTH = 64
+SMALL_VOCABULARY = 512
+SMALL_BATCH = 32
 
 
 @dataclass(frozen=True)
 class Baseline:
+    """The small run to compare in, and the parts of the real one that it leaves out."""
+
     config: TrainConfig  # in float64
-    in_own_precision: TrainConfig | None  # the same; none if that is float64
-    left_out: list[str]  # what a comparison of baselines says nothing about
+    in_own_precision: TrainConfig | None  # the same in the run's; None if that is float64
+    left_out: list[str]  # parts of the run about which the comparison says nothing
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the sizes and numbers that the baseline does not share with the run."""
-        c, m = self.config, self.config.model
+        c = self.config
+        m = c.model
         out: dict[str, Any] = {}
         for name in (
             "num_layers",
@@ -54,8 +59,9 @@ class Baseline:
             "num_query_groups",
             "kv_channels",
         ):
-            if getattr(m, name) is not None:
-                out[name] = getattr(m, name)
+            value = getattr(m, name)
+            if value is not None:
+                out[name] = value
         return out | {
             "seq_length": c.data.seq_length,
             "vocab_size": c.tokenizer.vocab_size,
@@ -75,9 +81,11 @@ def make_baseline(config: TrainConfig, on_accelerator: bool = False) -> Baseline
     ranks = c.parallel.tensor_model_parallel_size * c.parallel.context_parallel_size
     length = c.data.seq_length or 0
     if not length or length > SMALL_LENGTH:
+        # At least 16 tokens, in a multiple of the ranks that share them out.
         length = -(-16 // ranks) * ranks
     positions = model.max_position_embeddings
     if positions:
+        # A few more than are used, as in most runs, but no large table.
         positions = max(length, min(positions, length + 8))
 
     # torch's kernels draw other dropout in other layouts, and take no float64 with masks.
@@ -155,7 +163,7 @@ def alone(config: TrainConfig) -> TrainConfig:
 
 
 def is_small(c: TrainConfig) -> bool:
-    """Whether a run's model needs no reduction."""
+    """Return whether a run's model needs no reduction."""
     for name, most in SMALL.items():
         size = getattr(c.model, name)
         if not size or size > most:
@@ -168,20 +176,23 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
     m = c.model
     layers, parallel = shrink_stages(c)
 
-    # As few heads as all ranks can share, of which as many share a key as in the run, or two.
+    # As few heads as all ranks can share. If several share a key in the run, two do.
     tp = c.parallel.tensor_model_parallel_size
     unit = tp * c.parallel.context_parallel_size
-    heads, groups = m.num_attention_heads or 1, m.groups
+    heads = m.num_attention_heads or 1
+    groups = m.groups
     few = unit * min(2, max(1, groups // unit))
     few_heads = few * min(2, heads // groups)
 
     # Heads may be narrower or wider than the residual stream.
-    hidden, width = m.hidden_size or 1, few_heads * HEAD
+    hidden = m.hidden_size or 1
+    width = few_heads * HEAD
     small = width
     if heads * m.head_dim < hidden:
         small = 2 * width
     elif heads * m.head_dim > hidden:
         small = max(width // 2, 4)
+    # The MLP as wide beside the stream as in the run, in columns that all ranks can share.
     ffn = tp * max(1, round(small * m.ffn / hidden / tp))
     rotary = m.rotary_percent
     if m.position == "rope":
@@ -208,7 +219,9 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
 
 def shrink_stages(c: TrainConfig) -> tuple[int, Parallel]:
     """Return a small number of layers, and the pipeline that cuts them in the same way."""
-    p, stages, layers = c.parallel, c.stages, c.model.num_layers or 0
+    p = c.parallel
+    stages = c.stages
+    layers = c.model.num_layers or 0
     virtual = p.num_layers_per_virtual_pipeline_stage
     if p.pipeline_layout and virtual is None:
         # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
@@ -230,6 +243,7 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     if c.data.mock_data and size and size <= SMALL_VOCABULARY:
         return TokenizerFlags(vocab_size=size), m
     unit = 8 * c.parallel.tensor_model_parallel_size
+    # All ranks have equally many rows. The last three are padding, as a real vocabulary has some.
     rows = unit * -(-40 // unit)
     padded = rows if m.pad_vocab_size_to else None
     m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=padded)
@@ -238,10 +252,13 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
 
 def training(c: TrainConfig, on_accelerator: bool) -> Training:
     """Return few micro-batches of few samples, and the options of the passes."""
-    t, pp = c.training, c.parallel.pipeline_model_parallel_size
-    number, micro = c.micro_batches(c.global_batch), c.micro_batch
+    t = c.training
+    pp = c.parallel.pipeline_model_parallel_size
+    number = c.micro_batches(c.global_batch)
+    micro = c.micro_batch
     if number * micro * c.dp > SMALL_BATCH:
-        micro, number = min(micro, 2), min(number, 2 * pp if pp > 1 else 3)
+        micro = min(micro, 2)
+        number = min(number, 2 * pp if pp > 1 else 3)
     batch = number * micro * c.dp
     # A batch that grows does so once, by what all ranks pass at once.
     unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
@@ -261,7 +278,7 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
         eval_iters=1,
         train_iters=None if ramp else 10**4,
         train_samples=SAMPLES if ramp else None,
-        # Their interpreter computes float64, on a CPU.
+        # Triton's interpreter, which a CPU needs for the kernels, computes float64 too.
         fused_kernels="on" if t.fused_kernels == "on" and not on_accelerator else "off",
         compile="off",
         cuda_graphs="off",
@@ -284,7 +301,9 @@ def data(d: Data, length: int) -> Data:
 
 def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
-    rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
+    # SGD has no second moment, so its steps are as small as the gradients.
+    rate = 0.3 if o.optimizer == "sgd" else RATE
+    clip = 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
     least = max(o.adam_eps, 1e-6)
     return replace(
@@ -298,7 +317,9 @@ def optimizer(o: Optimizer) -> Optimizer:
 
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
     """Return what the run has and the baseline has not, each as a reader would ask for it."""
-    t, p, m = c.training, c.precision, c.model
+    t = c.training
+    p = c.precision
+    m = c.model
     low = "" if p.params_dtype == "float64" else "float32"
     if p.bf16 or p.fp16:
         low = "bf16" if p.bf16 else "fp16"

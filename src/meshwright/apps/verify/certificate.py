@@ -58,8 +58,11 @@ def certificate(
     config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]
 ) -> dict[str, Any]:
     """Return the values of the file, all as JSON has them."""
-    p, device = config.parallel, setup.device
-    settings, defaults = flags.to_dict(config), flags.to_dict(TrainConfig())
+    p = config.parallel
+    device = setup.device
+    settings = flags.to_dict(config)
+    defaults = flags.to_dict(TrainConfig())
+    # The settings that a reader would have to give to compare again.
     given = {name: value for name, value in settings.items() if value != defaults[name]}
     versions = {
         "meshwright": our_version(),
@@ -98,6 +101,7 @@ def certificate(
         "differences": [dataclasses.asdict(one) for one in comparison.differences],
         "not_compared": comparison.not_compared,
     }
+    # JSON has no infinity, which stands for what cannot be compared.
     finite: dict[str, Any] = json_ready(values)
     return finite
 
@@ -134,6 +138,7 @@ def describe_difference(comparison: Comparison, folder: Path | None) -> str:
     by = f" in {first.precision}"
     if not math.isinf(first.largest):
         by = f" by {size(first.largest)}, more than {size(first.tolerance)}{by}"
+    # Each quantity once: what differs later mostly follows from the first.
     _, *later = dict.fromkeys(one.what for one in comparison.differences)
     then = f"; then {', '.join(later)}" if later else ""
     kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""
@@ -145,8 +150,10 @@ def describe_difference(comparison: Comparison, folder: Path | None) -> str:
 
 def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSetup) -> list[str]:
     """Return what was compared, for people."""
-    baseline, p = comparison.config, config.parallel
-    m, backend = baseline.model, pick_backend(p, setup.device)
+    baseline = comparison.config
+    p = config.parallel
+    m = baseline.model
+    backend = pick_backend(p, setup.device)
     layout = [describe_layout(config)]
     if p.zero_stage:
         layout.append(f"ZeRO {p.zero_stage}")

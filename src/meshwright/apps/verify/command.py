@@ -79,9 +79,12 @@ def ranks_wanted(c: TrainConfig) -> int:
 
 
 def missing(c: TrainConfig, ranks: int) -> list[str]:
-    """Return flags for what a training needs and nothing names, small and divisible."""
-    m, p, t = c.model, c.parallel, c.training
-    pp, cp = p.pipeline_model_parallel_size, p.context_parallel_size
+    """Return flags for all that a training needs and nothing names, with small, divisible sizes."""
+    m = c.model
+    p = c.parallel
+    t = c.training
+    pp = p.pipeline_model_parallel_size
+    cp = p.context_parallel_size
     unit = p.tensor_model_parallel_size * cp  # the ranks that divide heads and tokens
     values: dict[str, object] = {}
 
@@ -95,7 +98,7 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
         values["num-attention-heads"] = heads
     if not c.data.seq_length:
         values["seq-length"] = 16 * unit
-    # Context parallelism has no dropout of attention; a default is no wish.
+    # Context parallelism has no dropout of attention. Where it is a default, nobody asked for it.
     if cp > 1 and m.attention_dropout == Model().attention_dropout:
         values["attention-dropout"] = 0
 
@@ -112,7 +115,7 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
 
     if c.data.packing == "stream":
         return [*words, "--mock-data"]
-    # Random tokens cannot be packed, and nobody reads the files.
+    # Random tokens cannot be packed, so the run needs a path, which nobody reads.
     return words if data_paths.path_settings(c.data) else [*words, "--data-path=unread"]
 
 
@@ -140,7 +143,8 @@ def compare_on_this_rank(config: TrainConfig, world: World, command: list[str]) 
     from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
     from meshwright.training.small_run import RankSetup
 
-    p, steps = config.parallel, config.training.verify_layout or STEPS
+    p = config.parallel
+    steps = config.training.verify_layout or STEPS
     config = with_settings(config, verify_layout=steps)
     device = devices.open_device(p.device, world.local_rank)
     with reporting(world, p.distributed_timeout_minutes):
@@ -149,6 +153,7 @@ def compare_on_this_rank(config: TrainConfig, world: World, command: list[str]) 
             world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
         )
         console.set_stream("stdout" if team.is_rank_0 else None)
+        # The ranks must have the same settings, but may name other paths of data.
         mock = with_settings(
             dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True
         )
@@ -163,7 +168,8 @@ def rehearse(resolved: TrainingRun, layout: Layout, device: torch.device, team: 
     from meshwright.apps.verify.certificate import verify_layout
     from meshwright.training.small_run import RankSetup
 
-    groups, caller = dict(layout.groups), resolved.caller
+    groups = dict(layout.groups)
+    caller = resolved.caller
 
     def connect(baseline: Layout) -> Layout:
         """Give the baseline the run's own groups, so that it makes none."""

@@ -3,7 +3,7 @@
 Rank 0 first trains alone and keeps what each step made. All ranks then train in the layout; after
 each step rank 0 sends them the whole tensors of its own run, and every rank compares the parts that
 it holds, copies too, so that a difference names its rank. Then the state is saved, loaded by the
-layout and by one process, and both go on. That is in float64.
+layout and by one process, and both go on. All this is in float64.
 
 In the run's own precision both train once more. There one process takes its steps with the
 gradients that the layout has summed, so that only these are as far apart as sums in 16 bits are;
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +49,8 @@ from meshwright.training.small_run import COLUMNS, RankSetup, RecordingFeed, Ste
 
 # The largest relative difference of equal runs: in a lower precision, sums are rounded differently.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
-# The same of what is made of equal gradients in float32. Muon multiplies in 16 bits.
+# The largest difference of float32 masters and moments that are made of equal gradients; Muon's are
+# larger, since it multiplies in 16 bits.
 UPDATED, ORTHOGONALISED = 1e-5, 1e-3
 # Differences are relative to the largest element of a tensor, or to this part of the largest of all
 # tensors: some gradients are 0 but for rounding, such as that of a bias of keys, and rounding is
@@ -81,7 +84,8 @@ class Quantity(StrEnum):
 
     def tolerance(self, config: TrainConfig, device: torch.device) -> float:
         """Return the largest difference that rounding makes."""
-        dtype, rule = config.precision.dtype, config.optimizer
+        dtype = config.precision.dtype
+        rule = config.optimizer
         if self.is_exact:
             return 0.0
         if dtype == "float64" or self is Q.GRADIENTS:
@@ -243,12 +247,16 @@ class Watched:
 
     def copy_gradients(self) -> None:
         """Copy what the sums over the ranks gave: the update changes it in place."""
-        store, scale = self.trainer.net.store, self.trainer.state.scaler.scale
+        store = self.trainer.net.store
+        scale = self.trainer.state.scaler.scale
         summed = dict(store.each_gradient())
         for name, (shape, boxes, _) in store.named_state(False).items():
-            self.gradients[name] = shape, boxes, _on_host(summed[name]) / scale
-        for name, full in self.given.items():  # of one process, which has all of each
-            summed[name].copy_(full.view_as(summed[name]) * scale)
+            unscaled = _on_host(summed[name]) / scale
+            self.gradients[name] = shape, boxes, unscaled
+        # What is given is for one process, which has all of each.
+        for name, full in self.given.items():
+            own = summed[name]
+            own.copy_(full.view_as(own) * scale)
 
     def draws(self, batches: list[Batch]) -> Any:
         """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
@@ -288,6 +296,7 @@ class Watched:
         feed = self.trainer.feed
         assert isinstance(feed, RecordingFeed)
         self.trainer.step()
+        # A step's numbers may still be on their way when it returns.
         self.trainer.finish()
         return RecordedStep(
             gradients=self.gradients,
@@ -325,7 +334,8 @@ def broadcast(tensors: FullTensors, team: Team) -> FullTensors:
     shapes = team.run_on_rank_0(lambda: [[name, list(x.shape)] for name, x in tensors.items()])
     if team.size == 1:
         return tensors
-    flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+    count = sum(math.prod(shape) for _, shape in shapes)
+    flat = torch.empty(count, dtype=torch.float64)
     if tensors and team.is_rank_0:
         torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
     team.broadcast(flat)
@@ -349,6 +359,14 @@ class Seen:
     first: tuple[int, float] | None = None  # step, difference
 
 
+class FirstSeen(NamedTuple):
+    """Where a difference beyond the tolerance was first seen, by all ranks."""
+
+    step: int
+    rank: int
+    difference: float
+
+
 @dataclass
 class Recorder:
     """The differences that one rank has seen."""
@@ -361,11 +379,12 @@ class Recorder:
         return what.tolerance(self.config, self.device)
 
     def note(self, what: Quantity, name: str, step: int, far: float) -> None:
+        if math.isnan(far):  # two infinities, which cannot be told apart
+            far = math.inf
+        # The first difference tells where it comes from, the largest how bad it is.
         seen = self.seen.setdefault((what, name), Seen())
         seen.largest = max(seen.largest, far)
-        # Also true of NaN, which no comparison holds for.
-        is_beyond = not far <= self.allowed(what)
-        if is_beyond and seen.first is None:
+        if far > self.allowed(what) and seen.first is None:
             seen.first = step, far
 
     def note_equal(self, what: Quantity, name: str, step: int, is_equal: bool) -> None:
@@ -402,13 +421,20 @@ class Recorder:
             scale = max(sizes[name], floor * largest[kind_of(name)])
             if scale:
                 self.note(what, name, step, far / scale)
-            else:  # all that is wanted is 0
+            else:  # every wanted element is 0
                 self.note_equal(what, name, step, far == 0)
 
 
 def kind_of(name: str) -> str:
     """Return the part of a name of the state that names a moment; "" for weights."""
     return name.partition("/")[2]
+
+
+def split_state(named: TensorBoxes) -> tuple[TensorBoxes, TensorBoxes]:
+    """Return the weights of a state, and its moments."""
+    moments = {name: x for name, x in named.items() if kind_of(name)}
+    weights = {name: x for name, x in named.items() if name not in moments}
+    return weights, moments
 
 
 def largest_gap(got: Tensor, want: Tensor) -> float:
@@ -443,8 +469,9 @@ class _Comparing:
         self.team = setup.team
         self.seen = Recorder(config, setup.device)
         self.is_repeatable = setup.device.type == "cpu"
-        self.one: list[RecordedStep] = []  # rank 0: of one process
-        self.drawn: TensorBoxes = {}  # rank 0: its initial weights
+        # Rank 0 alone fills these: one process's steps, its first weights, its validation loss.
+        self.one: list[RecordedStep] = []
+        self.drawn: TensorBoxes = {}
         self.validation = 0.0
         self.has_trained_alone = False
 
@@ -517,7 +544,9 @@ class _Comparing:
         want = self.team.run_on_rank_0(lambda: self.validation)
         loss = run.trainer.validation.validate("valid", is_at_end=True)
         self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
-        saved, counters = made.state, run.counters()
+        # The resumed runs are compared with the saved state, and with the step after it.
+        saved = made.state
+        counters = run.counters()
         if self.folder:
             run.trainer.state.save()
             run.trainer.state.saver.wait()
@@ -527,42 +556,50 @@ class _Comparing:
         return saved, counters, last
 
     def compare_drawn(self, run: Watched) -> None:
-        drawn = {name: x for name, x in run.state().items() if not kind_of(name)}
-        self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
+        drawn, _ = split_state(run.state())
+        want = self.of_one(self.drawn)
+        self.seen.tensors(Q.DRAWN, 0, drawn, want, floor=0.0)
         self.check_cover(run)
 
     def check_cover(self, run: Watched) -> None:
         """Check that each element of each tensor is held by one rank as its own."""
+
+        def sizes_of(named: TensorBoxes) -> dict[str, int]:
+            return {name: x.numel() for name, (_, _, x) in named.items()}
+
+        # What all ranks would save together has as many elements as one process has.
+        totals = Counter[str]()
         own = run.trainer.net.store.named_state(to_save=True)
-        totals: dict[str, int] = {}
-        for mine in self.team.gather({name: x.numel() for name, (_, _, x) in own.items()}):
-            for name, count in mine.items():
-                totals[name] = totals.get(name, 0) + count
-        sizes = self.team.run_on_rank_0(
-            lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()}
-        )
+        for held in self.team.gather(sizes_of(own)):
+            totals.update(held)
+        sizes = self.team.run_on_rank_0(lambda: sizes_of(self.drawn))
         for name in sizes.keys() | totals.keys():
             if totals.get(name) != sizes.get(name):
-                self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
+                about = f"{name} (elements held)"
+                self.seen.note(Q.DRAWN, about, 0, math.inf)
 
     def compare_step(self, step: int, made: RecordedStep, stage: Quantity | None = None) -> None:
         """Compare a step of the layout with that of one process.
 
         All differences count as those of `stage` if one is given.
         """
+        # Rank 0 knows the run in one process. It sends the others one kind of value at a time.
         one = self.one[step - 1] if self.team.is_rank_0 else NOTHING
+
+        # The numbers of the log, the samples and dropout's draws.
         row, samples = self.team.run_on_rank_0(lambda: [one.numbers, one.samples])
         for column, got in made.numbers.items():
-            self.seen.note(stage or QUANTITIES[column], column, step, relative(got, row[column]))
+            far = relative(got, row[column])
+            self.seen.note(stage or QUANTITIES[column], column, step, far)
         self.compare_samples(step, made.samples, samples, stage or Q.SAMPLES)
         draws = broadcast({"": one.draws}, self.team)[""]
         self.compare_draws(step, made.draws, draws, stage or Q.DROPOUT)
 
+        # The tensors.
         gradients = self.of_one(one.gradients)
         self.seen.tensors(stage or Q.GRADIENTS, step, made.gradients, gradients)
         want = self.of_one(one.state)
-        weights = {name: x for name, x in made.state.items() if not kind_of(name)}
-        moments = {name: x for name, x in made.state.items() if kind_of(name)}
+        weights, moments = split_state(made.state)
         self.seen.tensors(stage or Q.WEIGHTS, step, weights, want)
         self.seen.tensors(stage or Q.MOMENTS, step, moments, want)
 
@@ -572,21 +609,26 @@ class _Comparing:
 
     def compare_samples(self, step: int, mine: list[int], want: list[int], what: Quantity) -> None:
         """Check that the data-parallel ranks together read what one process reads."""
-        at = layout_of(self.config, self.team.rank).at("replicas", "shard")
+        layout = layout_of(self.config, self.team.rank)
+        at = layout.at("replicas", "shard")
         read: dict[int, list[int]] = {}
         for data, numbers in self.team.gather([at, mine]):
             # Model-parallel ranks with the same place in the data must read the same.
             if read.setdefault(data, numbers) != numbers:
                 self.seen.note(what, f"of data-parallel rank {data}", step, math.inf)
-        everything = sorted(number for numbers in read.values() for number in numbers)
-        self.seen.note_equal(what, "of the step", step, everything == sorted(want))
+
+        # Their order among the data-parallel ranks is the layout's own.
+        everything = itertools.chain(*read.values())
+        is_equal = sorted(everything) == sorted(want)
+        self.seen.note_equal(what, "of the step", step, is_equal)
 
     def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: Quantity) -> None:
         """Check that the ranks together draw from the positions that one process draws from."""
         want = want.to(torch.int32)
         drawn_by = torch.isin(want, mine).to(torch.int32)
         self.team.sum(drawn_by)
-        is_equal = bool(torch.isin(mine, want).all()) and bool((drawn_by > 0).all())
+        # Equal if no rank draws from another position, and each position is some rank's.
+        is_equal = bool(torch.isin(mine, want).all() and drawn_by.all())
         self.seen.note_equal(what, "seed, sample and position", step, is_equal)
 
     # Resuming
@@ -612,26 +654,34 @@ class _Comparing:
         def load() -> None:
             nonlocal state, loaded, made
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
-                state, loaded, made = run.state(), run.counters(), run.step()
+                state = run.state()
+                loaded = run.counters()
+                made = run.step()
 
         self.team.run_on_rank_0(load)
         self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(state), floor=0.0)
         if self.team.is_rank_0:
             self.compare_counters(Q.LOADED_ALONE, loaded, counters)
-            want, number = self.one[self.steps], self.steps + 1
+            want = self.one[self.steps]
+            number = self.steps + 1
             self.seen.tensors(Q.NEXT_STEP_ALONE, number, made.state, full_tensors(want.state))
             for name, got in made.numbers.items():
                 self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, want.numbers[name]))
 
     def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():
-            is_equal = name in got and name in want and torch.equal(got[name][2], want[name][2])
+            is_equal = False
+            if name in got and name in want:
+                _, _, ours = got[name]
+                _, _, theirs = want[name]
+                is_equal = torch.equal(ours, theirs)
             self.seen.note_equal(what, name, self.steps, is_equal)
 
     def compare_counters(self, what: Quantity, got: dict[str, Any], want: dict[str, Any]) -> None:
         for name, value in got.items():
-            are_nan = value != value and want[name] != want[name]
-            self.seen.note_equal(what, name, self.steps, value == want[name] or are_nan)
+            wanted = want[name]
+            are_nan = value != value and wanted != wanted
+            self.seen.note_equal(what, name, self.steps, value == wanted or are_nan)
 
     # The result
 
@@ -639,13 +689,16 @@ class _Comparing:
         """Merge what all ranks have seen, on all ranks alike."""
         mine = [[*key, seen.largest, seen.first] for key, seen in self.seen.seen.items()]
         largest: dict[tuple[Quantity, str], float] = {}
-        first: dict[tuple[Quantity, str], tuple[int, float, int]] = {}  # step, difference, rank
+        first: dict[tuple[Quantity, str], FirstSeen] = {}
         for rank, rows in enumerate(self.team.gather(mine)):
             for what, name, far, begin in rows:
                 key = Quantity(what), name
                 largest[key] = max(largest.get(key, 0.0), far)
-                if begin is not None and (key not in first or begin[0] < first[key][0]):
-                    first[key] = begin[0], begin[1], rank
+                if begin is None:
+                    continue
+                step, difference = begin
+                if key not in first or step < first[key].step:
+                    first[key] = FirstSeen(step, rank, difference)
 
         # A line of the table for each quantity.
         dtype = self.config.precision.dtype
@@ -654,17 +707,21 @@ class _Comparing:
             names = [name for kind, name in largest if kind == what]
             if names:
                 worst = max(names, key=lambda name: largest[what, name])
-                far, allowed = largest[what, worst], self.seen.allowed(what)
+                far = largest[what, worst]
+                allowed = self.seen.allowed(what)
                 compared.append(Compared(what, len(names), far, worst, allowed, dtype))
 
         # Within a step, in the order in which it makes the quantities, the largest first.
-        rank_of = {what: number for number, what in enumerate(Quantity)}
+        order = list(Quantity)
         differences = []
-        for key in sorted(first, key=lambda key: (first[key][0], rank_of[key[0]], -first[key][1])):
-            step, _, rank = first[key]
-            where = f"step {step}, rank {rank}"
-            allowed = self.seen.allowed(key[0])
-            differences.append(Difference(*key, largest[key], allowed, dtype, where))
+        for (what, name), seen in sorted(
+            first.items(),
+            key=lambda item: (item[1].step, order.index(item[0][0]), -item[1].difference),
+        ):
+            where = f"step {seen.step}, rank {seen.rank}"
+            allowed = self.seen.allowed(what)
+            far = largest[what, name]
+            differences.append(Difference(what, name, far, allowed, dtype, where))
 
         gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
         return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
@@ -674,7 +731,7 @@ class _ComparingUpdates(_Comparing):
     """One comparison in the run's own precision: one process takes the layout's gradients."""
 
     def run(self) -> None:
-        # Whether one process can train it at all, so that a failure below is the layout's.
+        # Find out whether one process can train it at all: a failure below is then the layout's.
         self.team.run_on_rank_0(lambda: self.train_alone(1))
         self.has_trained_alone = True
         self.one.clear()
@@ -696,10 +753,13 @@ class _ComparingUpdates(_Comparing):
 
     def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
         """Put the gradients together, of which each rank has parts as its own."""
+        # The shapes of all weights, which rank 0 has seen when one process trained.
+        drawn, _ = split_state(self.drawn)
         shapes = self.team.run_on_rank_0(
-            lambda: [[name, list(x[0])] for name, x in self.drawn.items() if not kind_of(name)]
+            lambda: [[name, list(shape)] for name, (shape, _, _) in drawn.items()]
         )
-        flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+        count = sum(math.prod(shape) for _, shape in shapes)
+        flat = torch.zeros(count, dtype=torch.float64)
         full = views(flat, shapes)
         # Every element is some rank's own, and 0 on the others: their sum is the whole.
         for name in run.trainer.net.store.named_state(False, to_save=True):

@@ -35,7 +35,7 @@ FILES = {
     "/uPlot.iife.min.js": ("meshwright.apps.watch", "vendor/uPlot.iife.min.js"),
     "/uPlot.min.css": ("meshwright.apps.watch", "vendor/uPlot.min.css"),
 }
-# seconds between events, and after which nothing new is sent again
+# Seconds between looks for news, and of silence after which the state is sent again.
 EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0
 MOST_RUNS, MOST_POINTS = 64, 4000  # of one request
 READ_SECONDS = 10.0  # for a request's header
@@ -50,6 +50,7 @@ def make_app(watcher: Watcher) -> RequestGuard:
     """Return the application; the caller starts the watcher."""
 
     def answer(value: Any) -> Response:
+        # JSON has no NaN, and JavaScript reads null as a gap.
         text = json.dumps(json_ready(value, lambda x: None))
         return Response(text, media_type="application/json")
 
@@ -69,6 +70,7 @@ def make_app(watcher: Watcher) -> RequestGuard:
         unit, factors = loss_units(list(runs.values()))
         out = {}
         for (folder, run), factor in zip(runs.items(), factors, strict=True):
+            # The thread that follows the runs adds rows meanwhile.
             with run.lock:
                 out[folder] = curves(run, view, factor)
             out[folder]["loss_unit"] = unit
@@ -102,7 +104,7 @@ def query_fields(request: Request, without: str = "") -> Fields:
         if name == without:
             continue
         try:
-            # A folder's name may be a number, too.
+            # A folder stays text, though its name may be a number.
             values[name] = orjson.loads(text) if name != "run" else text
         except orjson.JSONDecodeError:
             values[name] = text
@@ -128,10 +130,13 @@ def read_view(f: Fields) -> View:
 
 async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
     """Yield the state as server-sent events: at once, and whenever something was read."""
-    sent, waited = -1, 0.0
+    sent = -1
+    waited = 0.0
     while not watcher.is_over():
+        # Silence makes proxies and browsers give the connection up.
         if watcher.version != sent or waited >= SILENCE_SECONDS:
-            sent, waited = watcher.version, 0.0
+            sent = watcher.version
+            waited = 0.0
             text = json.dumps(await asyncio.to_thread(watcher.state))
             yield f"data: {text}\n\n"
         await asyncio.sleep(EVENT_SECONDS)
@@ -141,6 +146,7 @@ async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
 def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:
     """Serve the page on this machine's own address until a signal."""
     try:
+        # On this machine's own address alone: a run's samples and paths are nobody else's.
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         hint = "choose another --port, or 0 for any free one"
@@ -148,6 +154,7 @@ def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> No
             f"{{port={port}}}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE
         ) from None
     http = make_server(make_app(watcher), READ_SECONDS)
+    # Streams of events would hold the server's end up.
     watcher.is_over = lambda: http.should_exit
     watcher.start()
     try:

@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     try:
         from meshwright.apps.watch.app import serve_page
     except ModuleNotFoundError as error:
+        # Packages of the extra `serve`; another missing module is a mistake of ours.
         if error.name is None or error.name.split(".")[0] not in ("starlette", "uvicorn", "h11"):
             raise
         hint = "install it with pip install 'meshwright[serve]'"
@@ -74,6 +75,7 @@ def fetching(folders: list[Path]) -> Iterator[None]:
     """Bring here what runs in object storage say of themselves, now and every FETCH_SECONDS."""
     from meshwright.checkpoint import lease, mirror
 
+    # The first look is waited for, so that the page has something to show.
     for folder in folders:
         mirror.fetch_runs(folder)
     ended = threading.Event()
@@ -81,6 +83,7 @@ def fetching(folders: list[Path]) -> Iterator[None]:
     def go_on() -> None:
         while folders and not ended.wait(FETCH_SECONDS):
             for folder in folders:
+                # A look that fails is made again; the page shows what is here.
                 with lease.noting_failure():
                     mirror.fetch_runs(folder)
 

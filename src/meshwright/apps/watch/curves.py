@@ -53,15 +53,16 @@ def loss_units(runs: Sequence[RunTail]) -> tuple[str, list[float]]:
     several are drawn in bits per byte ("bits") if all say how many bytes a token has, and are
     "mixed" otherwise.
     """
-    sizes = [bytes_per_token(run) for run in runs]
-    known = [size for size in sizes if size]
+    known = [size for run in runs if (size := bytes_per_token(run))]
     vocabularies = {vocabulary_of(run) for run in runs}
     # Runs on samples of one text measure slightly different bytes per token.
     are_sizes_equal = not known or max(known) < 1.01 * min(known)
+    unchanged = [1.0] * len(runs)
     if len(vocabularies) < 2 and are_sizes_equal:
-        return "", [1.0] * len(runs)
+        return "", unchanged
     if len(known) < len(runs):
-        return "mixed", [1.0] * len(runs)
+        return "mixed", unchanged
+    # From nats per token: 1 / ln 2 bits for a nat, and so many bytes for a token.
     return "bits", [1 / (math.log(2) * size) for size in known]
 
 
@@ -89,6 +90,7 @@ def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]
     x = positions(run, view.axis)
     begin = int(np.searchsorted(x, view.begin))
     end = int(np.searchsorted(x, view.end, "right"))
+    # A share of what is shown, so that a closer look is smoothed less.
     half = round(view.smooth * (end - begin) / 2)
     lines = {}
     for name in DRAWN:
@@ -100,7 +102,9 @@ def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]
         if line["x"] or line["bad"]:
             lines[name] = line
 
-    record, places = run.record, Places(run, x)
+    record = run.record
+    places = Places(run, x)
+    # Validations in the unit of the losses, a line for each set and for its average.
     checks: dict[str, list[tuple[int, float]]] = {}
     for v in record.validations:
         checks.setdefault(v.title, []).append((v.iteration, v.loss * loss_factor))
@@ -136,6 +140,7 @@ class Places:
         """Return the place of the last step up to `iteration`."""
         if self.is_step:
             return float(iteration)
+        # A validation lies between two steps, and belongs to the one before.
         n = int(np.searchsorted(self.iterations, iteration, "right"))
         return float(self.x[n - 1]) if n else 0.0
 
@@ -152,14 +157,22 @@ def curve_line(
     x: Steps, y: Steps, shown_steps: tuple[int, int], half: int, points: int
 ) -> dict[str, Any]:
     """Return one line of the steps shown_steps[0] to [1], and one point beyond on each side."""
-    begin = max(shown_steps[0] - 1, 0)
-    end = min(shown_steps[1] + 1, len(x))
-    is_finite = np.isfinite(y[begin:end])
-    bad = x[begin:end][~is_finite]
-    bad = bad[:: max(1, -(-len(bad) // points))]
-    shown_x = x[begin:end][is_finite]
-    thin_x, thin_y = plot.thin(shown_x, y[begin:end][is_finite], points)
-    line: dict[str, Any] = {"bad": short(bad), "x": short(thin_x), "y": short(thin_y)}
+    # The points, of which those that are not finite have a place and no height.
+    first, last = shown_steps
+    begin = max(first - 1, 0)
+    end = min(last + 1, len(x))
+    near_x = x[begin:end]
+    near_y = y[begin:end]
+    is_finite = np.isfinite(near_y)
+    bad = near_x[~is_finite]
+    stride = max(1, -(-len(bad) // points))
+    shown_x = near_x[is_finite]
+    thin_x, thin_y = plot.thin(shown_x, near_y[is_finite], points)
+    line: dict[str, Any] = {
+        "bad": short(bad[::stride]),
+        "x": short(thin_x),
+        "y": short(thin_y),
+    }
     if not half or len(shown_x) <= 20:
         return line
 
@@ -180,7 +193,9 @@ def curve_line(
 
 def short(values: Steps) -> list[Any]:
     """Return numbers with up to eight digits, which halve the size of an answer."""
-    are_whole = len(values) and (values == np.rint(values)).all()
+    if not len(values):
+        return []
+    are_whole = (values == np.rint(values)).all()
     # From 2**53 on, JavaScript has no whole numbers.
     if are_whole and np.abs(values).max() < 2**53:
         integers: list[Any] = values.astype(np.int64).tolist()

@@ -22,7 +22,7 @@ from meshwright.base.runs.follow import RunTail
 from meshwright.base.runs.history import PATIENCE, Attempt
 from meshwright.base.runs.rows import METRICS
 
-# between readings of the files, and between searches for new ones
+# Seconds between readings of the files, and between searches for new ones.
 FOLLOW_SECONDS, SEARCH_SECONDS = 0.5, 5.0
 SEARCH_DEPTH = 3  # folders below a given one
 RECENT_STEPS = 100  # steps whose speed says how long the rest takes
@@ -47,7 +47,7 @@ class Watcher:
         self.runs: dict[Path, RunTail] = {}  # in the order in which they were found: their numbers
         self.names: dict[Path, str] = {}
         self.stopping = threading.Event()
-        # whether streams of events must end
+        # Says whether streams of events must end; the server puts its own test here.
         self.is_over: Callable[[], bool] = self.stopping.is_set
         self.searched = -math.inf
 
@@ -68,8 +68,8 @@ class Watcher:
                 return
             try:
                 run.read_new(self.publish)
-            # a disk that fails, a process killed for memory: try again
             except (OSError, BrokenExecutor) as error:
+                # A disk failed, or a reading process was killed for memory: try again.
                 run.file_state = ()
                 if str(error) != run.problem:
                     run.problem = str(error)
@@ -138,7 +138,7 @@ def find_runs(root: Path) -> list[Path]:
         depth = len(Path(name).relative_to(root).parts)
         if METRICS in files:
             found.append(Path(name))
-        # os.walk goes on with what is left in the list: not below a run, nor into checkpoints.
+        # The walk goes on with the folders left in this list: not below a run, nor in checkpoints.
         if METRICS in files or depth >= SEARCH_DEPTH:
             folders.clear()
         folders[:] = sorted(f for f in folders if not f.startswith((".", "iter_")))
@@ -189,6 +189,7 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     last = int(run.column("iteration")[-1])
     loss, count = run.final_loss()
     peaks = run.column("memory")
+    # The last figures, and medians of recent steps for those that vary.
     out: dict[str, Any] = {
         "step": last,
         "loss": loss,
@@ -200,6 +201,7 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     for name in ("lr", "grad_norm"):
         out[name] = float(run.column(name)[-1])
     for name in ("ms", "tokens_per_second", "mfu"):
+        # Of the last steps, so that what was slow at the start is forgotten.
         out[name] = float(np.median(run.column(name)[-RECENT_STEPS:]))
     if run.record.attempts:
         total = run.record.attempts[-1].start.get("train_iters")

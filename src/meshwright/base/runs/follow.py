@@ -36,7 +36,19 @@ from meshwright.base.runs.history import (
 )
 from meshwright.base.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_line
 
-COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped time mfu memory".split()
+COLUMNS = (
+    "iteration",
+    "consumed_samples",
+    "loss",
+    "grad_norm",
+    "lr",
+    "ms",
+    "tokens_per_second",
+    "skipped",
+    "time",
+    "mfu",
+    "memory",
+)
 # The others are unknown on some devices, which is NaN here.
 NEEDED = COLUMNS[:-2]
 TASK_BYTES = 8 << 20  # that one process reads at a time
@@ -52,12 +64,14 @@ Parsed = Steps | dict[str, Any] | str  # steps, another row, or what is wrong wi
 def parse_rows(data: bytes) -> list[Parsed]:
     """Return the content of complete lines, in order."""
     try:
+        # All lines as one list: a call for each of a million lines would take longer.
         rows: list[Any] = orjson.loads(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]")
         events = list(map(operator.itemgetter("event"), rows))
     except (ValueError, TypeError, KeyError):
         return [part for line in data.splitlines() for part in parse_line(line)]
     out: list[Parsed] = []
     begin = 0
+    # Steps between two other rows become one array.
     for other in [i for i, event in enumerate(events) if event != "step"]:
         out += [*parse_steps(rows[begin:other]), rows[other]]
         begin = other + 1
@@ -66,12 +80,10 @@ def parse_rows(data: bytes) -> list[Parsed]:
 
 def parse_steps(rows: list[dict[str, Any]]) -> list[Parsed]:
     """Return the numbers of steps; row by row if one of them lacks some."""
+    if not rows:
+        return []
     try:
-        return (
-            [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)]
-            if rows
-            else []
-        )
+        return [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)]
     except DAMAGED:
         return [part for row in rows for part in parse_line(orjson.dumps(row))]
 
@@ -85,9 +97,8 @@ def parse_line(line: bytes) -> Iterator[Parsed]:
             return
         if "time" not in row:
             raise DamagedRow(f"it {TOO_OLD}")
-        numbers = [row[name] for name in NEEDED] + [
-            row.get(name) for name in COLUMNS[len(NEEDED) :]
-        ]
+        numbers = [row[name] for name in NEEDED]
+        numbers += [row.get(name) for name in COLUMNS[len(NEEDED) :]]
         yield np.array([numbers], dtype=np.float64)
     except DAMAGED as error:
         yield explain_damage(error)
@@ -101,6 +112,7 @@ def parse_range(path: str, begin: int, end: int) -> list[Parsed]:
     out = list[Parsed]()
     at = 0
     while at < len(data):
+        # Parts of about PARSED_BYTES, each to the end of a line.
         after = data.find(b"\n", min(at + PARSED_BYTES, len(data)) - 1) + 1 or len(data)
         out += parse_rows(data[at:after])
         at = after
@@ -153,12 +165,14 @@ class RunTail:
             return
         with file:
             status = os.fstat(file.fileno())
+            # Unchanged since it was last read: there is nothing to do.
             state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if state == self.file_state:
                 return
             head = file.read(HEAD_BYTES)
             is_other = state[:2] != self.file_state[:2] or status.st_size < self.offset
             with self.lock:
+                # Another file under this name, or a shorter one, is another run.
                 if self.file_state and (is_other or not head.startswith(self.head)):
                     self.clear()
                 self.head = head
@@ -202,6 +216,7 @@ class RunTail:
                 if isinstance(content, str):
                     raise DamagedRow(content)
                 self.record.take(content)
+                # A start or a rollback undoes steps.
                 if (kept := kept_until(content)) is not None:
                     self.count = int(np.searchsorted(self.column("iteration"), kept, "right"))
                 if content["event"] == "start":
@@ -214,10 +229,12 @@ class RunTail:
         new = new[np.isfinite(new[:, 0])]
         if not len(new):
             return
-        if (np.diff(new[:, 0]) <= 0).any():  # edited by hand: the last row of an iteration counts
-            _, at = np.unique(new[::-1, 0], return_index=True)
+        iterations = new[:, 0]
+        if (np.diff(iterations) <= 0).any():  # edited by hand: an iteration's last row counts
+            _, at = np.unique(iterations[::-1], return_index=True)
             new = new[len(new) - 1 - at]
-        kept = int(np.searchsorted(self.column("iteration"), new[0, 0]))
+            iterations = new[:, 0]
+        kept = int(np.searchsorted(self.column("iteration"), iterations[0]))
         after = kept + len(new)
 
         # Room doubles, so that appending stays cheap however long the run is.
@@ -229,9 +246,10 @@ class RunTail:
         self.columns[:, kept:after] = new.T
         self.count = after
 
+        # What the attempt gains by them.
         first, last = new[[0, -1], COLUMNS.index("time")].tolist()
         seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
-        self.record.take_steps(int(new[-1, 0]), seconds, (first, last))
+        self.record.take_steps(int(iterations[-1]), seconds, (first, last))
 
     def read_settings(self) -> None:
         # half written by a foreign copy: the next start reads it
@@ -245,7 +263,8 @@ class RunTail:
         last = -2 * final_steps(iteration, interval)  # half of them may have been skipped
         losses = self.column("loss")[last:]
         is_applied = self.column("skipped")[last:] == 0
-        return final_loss(losses[is_applied].tolist(), iteration, interval)
+        applied = losses[is_applied].tolist()
+        return final_loss(applied, iteration, interval)
 
     def goodput(self) -> Goodput | None:
         is_applied = self.column("skipped") == 0

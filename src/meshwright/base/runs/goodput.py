@@ -55,9 +55,13 @@ class Goodput:
 
 def read_goodput(history: History) -> Goodput | None:
     """Return the goodput of a run, if all its attempts are dated."""
-    good = sum(step.ms for step in history.steps if not step.skipped) / 1e3
-    skipped = sum(step.ms for step in history.steps if step.skipped) / 1e3
-    return measure_goodput(history.attempts, good, skipped)
+    applied = [step.ms for step in history.steps if not step.skipped]
+    others = [step.ms for step in history.steps if step.skipped]
+    return measure_goodput(
+        history.attempts,
+        sum(applied) / 1e3,
+        sum(others) / 1e3,
+    )
 
 
 def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) -> Goodput | None:

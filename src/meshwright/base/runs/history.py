@@ -137,29 +137,18 @@ class Record:
         now = _time(row.get("time", 0))
         # A start or a rollback undoes what came later.
         if (kept := kept_until(row)) is not None:
-            self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
-            self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
-            self.scores = {
-                n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()
-            }
+            self.checks = {k: v for k, v in self.checks.items() if v.iteration <= kept}
+            self.samples = {k: v for k, v in self.samples.items() if v.iteration <= kept}
             self.means = {i: mean for i, mean in self.means.items() if i <= kept}
+            for name, scores in self.scores.items():
+                self.scores[name] = {i: x for i, x in scores.items() if i <= kept}
 
         # What the row itself says.
         if event == "start":
             self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
             row["time"] = now
         elif event == "validation":
-            v = Validation(
-                iteration,
-                str(row["name"]),
-                float(row["loss"]),
-                float(row["ppl"]),
-                str(row.get("set", "")),
-                bool(row.get("end")),
-                {str(n): float(x) for n, x in row.get("by_position", {}).items()},
-                {str(n): float(x) for n, x in row.get("by_data", {}).items()},
-                float(row["ema_loss"]) if "ema_loss" in row else None,
-            )
+            v = _read_validation(row, iteration)
             self.checks[v.title, iteration, v.is_at_end] = v
         elif event == "average":
             self.means[iteration] = Mean([int(step) for step in row["steps"]], float(row["loss"]))
@@ -196,6 +185,7 @@ class Record:
         newest.last = last
         newest.seconds += seconds
         newest.steps += seconds
+        # The first step of an attempt ends its start, or its recovery.
         newest.first = newest.first or times[0]
         newest.latest = max(newest.latest, times[1])
 
@@ -207,6 +197,7 @@ class Record:
         """Return the validations (or tests) of each data set, in order."""
         sets: dict[str, list[Validation]] = {}
         for v in self.validations:
+            # Every name but test's is one of validation.
             if (v.name == "test") == (name == "test"):
                 sets.setdefault(v.dataset, []).append(v)
         return sets
@@ -300,15 +291,35 @@ def _time(value: Any) -> float:
 
 def _read_step(row: dict[str, Any]) -> LoggedStep:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
-    loss, norm, lr, speed = (
-        float(row[n]) for n in ("loss", "grad_norm", "lr", "tokens_per_second")
-    )
-    ms = _time(row["ms"])
-    mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
-    iteration = int(row["iteration"])
-    consumed = int(row["consumed_samples"])
+    mfu = row.get("mfu")
+    memory = row.get("memory")
     return LoggedStep(
-        iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory
+        loss=float(row["loss"]),
+        grad_norm=float(row["grad_norm"]),
+        lr=float(row["lr"]),
+        tokens_per_second=float(row["tokens_per_second"]),
+        ms=_time(row["ms"]),
+        iteration=int(row["iteration"]),
+        consumed_samples=int(row["consumed_samples"]),
+        skipped=bool(row["skipped"]),
+        mfu=None if mfu is None else float(mfu),
+        memory=None if memory is None else float(memory),
+    )
+
+
+def _read_validation(row: dict[str, Any], iteration: int) -> Validation:
+    by_position = row.get("by_position", {})
+    by_data = row.get("by_data", {})
+    return Validation(
+        iteration=iteration,
+        name=str(row["name"]),
+        loss=float(row["loss"]),
+        ppl=float(row["ppl"]),
+        dataset=str(row.get("set", "")),
+        is_at_end=bool(row.get("end")),
+        by_position={str(places): float(loss) for places, loss in by_position.items()},
+        by_data={str(prefix): float(loss) for prefix, loss in by_data.items()},
+        ema_loss=float(row["ema_loss"]) if "ema_loss" in row else None,
     )
 
 
@@ -333,9 +344,8 @@ def final_steps(iteration: int, log_interval: Any) -> int:
 
     It is the last logged interval, in a long run the last fiftieth of all steps.
     """
-    return min(
-        max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1), sys.maxsize
-    )
+    interval = log_interval if isinstance(log_interval, int) else 1
+    return min(max(1, iteration // 50, interval), sys.maxsize)
 
 
 def final_loss(
@@ -353,6 +363,7 @@ def final_loss(
 
 def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
     """Return a label and seconds: start to end if all are dated, else the known steps and saves."""
+    # A killed attempt has no end, so its time is not known.
     dated = [
         a.end["time"] - a.start["time"]
         for a in attempts

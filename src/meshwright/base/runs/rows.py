@@ -66,6 +66,7 @@ def read_new_rows(folder: Path, begin: int = 0) -> tuple[list[dict[str, Any]], i
             data = file.read(ROWS_LIMIT)
     except OSError:
         return [], begin
+    # The last row may be half written.
     complete = data[: data.rfind(b"\n") + 1]
     rows = []
     for line in complete.splitlines():
@@ -92,6 +93,7 @@ def find_last_step(folder: Path) -> tuple[int, str] | None:
         return None
     rows, _ = read_new_rows(folder, max(size - TAIL_BYTES, 0))
     ended = ""
+    # The newest attempt's end comes after its last step, if it has one.
     for row in reversed(rows):
         with contextlib.suppress(*DAMAGED):
             if row["event"] == "end" and not ended:

@@ -22,6 +22,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads(read_small(folder / RECORD, RECORD_LIMIT, folder))
         return {
+            # Each part is checked: the folder may come from someone else.
             "words": list(map(_word, record["words"])),
             "train_flags": list(map(_word, record["train_flags"])),
             "runs": {_name(name): _run(run) for name, run in record["runs"].items()},
@@ -63,5 +64,6 @@ def expand_sweeps(folders: Iterable[Path]) -> list[Path]:
     runs: list[Path] = []
     for folder in folders:
         names = read_record(folder).get("runs", ())
+        # A sweep none of whose runs made a step is shown as it is: its own folder.
         runs += [folder / name for name in names if holds_steps(folder / name)] or [folder]
     return runs

@@ -48,6 +48,7 @@ def localize(text: str, root: str | None = None) -> str:
 
 def address_of(path: str | Path) -> str | None:
     """Return the address that a local path stands for, or None."""
+    # Only the text is looked at: the folder need not be there.
     text = os.path.abspath(path)
     match = LOCAL.match(text)
     return f"{match[1]}://{text[match.end() :]}" if match else None

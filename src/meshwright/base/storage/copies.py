@@ -62,16 +62,17 @@ def prepare_tokens(prefix: str) -> None:
     if not {index, binary.name} <= set(objects):
         return  # whoever opens them names what is missing
     pair = {name: objects[name] for name in (binary.name, index)}
-    beside = {
-        name: entry for name, entry in objects.items() if name.startswith(f"{stem}.tokenizer/")
-    }
+    tokenizer = f"{stem}.tokenizer/"
+    beside = {name: entry for name, entry in objects.items() if name.startswith(tokenizer)}
     folder.mkdir(parents=True, exist_ok=True)
 
     def copy(name: str) -> None:
         download(store, f"{key}/{name}" if key else name, folder / name, objects[name])
 
+    # All ranks of this machine share the copies, and one of them makes them.
     with files.lock(folder / f".{stem}.lock"):
         note = folder / f".{stem}.json"
+        # The tokenizer's files are small, and copied whole if they have changed.
         kept = read_note(note)
         for name, entry in beside.items():
             if kept.get(name) != list(entry) or not (folder / name).exists():
@@ -146,13 +147,13 @@ class SparseCopy:
             raise bad_data(
                 f"the local copy of {self.path} was replaced while it was read; start again"
             )
-        touched = {
-            n
-            for begin, end in ranges
-            if begin < end
-            for n in range(begin // BLOCK, (end - 1) // BLOCK + 1)
-        }
+        touched = set[int]()
+        for begin, end in ranges:
+            if begin < end:
+                touched.update(range(begin // BLOCK, (end - 1) // BLOCK + 1))
         lacking = sorted(n for n in touched if n < self.count and not self.checked[n])
+
+        # A block alone is brought by this thread, several at once by some.
         if len(lacking) == 1:
             self.bring(lacking[0])
         elif lacking:
@@ -175,18 +176,22 @@ class SparseCopy:
             if not (any(mark) and mark.endswith(self.signature)):
                 # Written before the machine started last, or never: its checksum tells. A block
                 # that was lost in a crash has another one.
-                data: bytes | memoryview = os.pread(self.fd, size, begin) if any(mark) else b""
+                data: bytes | memoryview = b""
+                if any(mark):
+                    data = os.pread(self.fd, size, begin)
                 if not mark.startswith(checksum(data)):
                     store, key = locate(self.path)
                     data = store.read(key, begin, size, self.tag)
                     done = 0
                     while done < size:
                         done += os.pwrite(self.fd, data[done:], begin + done)
+                # The mark comes after its block: another process believes it at once.
                 os.pwrite(self.map, checksum(data) + self.signature, at)
         self.checked[number] = 1
 
 
 def checksum(block: bytes | memoryview) -> bytes:
+    # Zeros mean that a block is not here, so no checksum is 0.
     return (zlib.crc32(block) or 1).to_bytes(4, "little")
 
 

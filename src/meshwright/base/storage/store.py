@@ -43,13 +43,20 @@ CREDENTIALS = {
             "AWS_ACCESS_KEY_ID",
             "AWS_WEB_IDENTITY_TOKEN_FILE",
             "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-        )
-        + ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE", "AWS_METADATA_ENDPOINT"),
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+            "AWS_SKIP_SIGNATURE",
+            "AWS_METADATA_ENDPOINT",
+        ),
         "169.254.169.254",
     ),
     "gs": (
-        ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
-        + ("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_SKIP_SIGNATURE"),
+        (
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_PATH",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+            "GOOGLE_SKIP_SIGNATURE",
+        ),
         "metadata.google.internal",
     ),
 }
@@ -110,6 +117,7 @@ class BucketObjects:
 
         Without a tag, the caller has hashes of what it expects.
         """
+        # A tag makes storage refuse to send what has changed.
         options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
         data = self.ask(
             key,
@@ -137,6 +145,7 @@ class BucketObjects:
         return None if there is an object already, or one with another tag.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
+        # A conditional write is one request: storage compares and writes at once.
         in_parts = size > PART and mode == "overwrite"
         part = max(PART, -(-size // MOST_PARTS))
         if isinstance(data, Path) and not in_parts:
@@ -186,6 +195,7 @@ class BucketObjects:
                 kind = type(error).__name__
                 if kind in none_for:
                     return None
+                # The one kind of error that an answer which broke off raises.
                 if kind == "GenericError" and left and time.monotonic() < until:
                     continue
                 reason = first_line(error)[:300]
@@ -204,6 +214,7 @@ def require_credentials(bucket: str) -> None:
     """Refuse a bucket without credentials at once: the library asks for a role for minutes."""
     scheme = bucket.partition("://")[0]
     names, giver = CREDENTIALS.get(scheme, ((), ""))
+    # Where Google's own tool leaves a login.
     login = Path("~/.config/gcloud/application_default_credentials.json").expanduser()
     if not giver or any(os.environ.get(name) for name in names):
         return
@@ -236,7 +247,9 @@ def open_bucket(bucket: str) -> ObjectStore:
     require_credentials(bucket)
     open_url: Any = from_url  # its overloads know no mapping of settings
     seconds = datetime.timedelta(seconds=1)
+    # Storage may be away for minutes, which a training waits for rather than end.
     options: dict[str, Any] = {"timeout": PATIENCE, "connect_timeout": 10 * seconds}
+    # S3 checks the hash of what arrives. Another service that speaks S3 may have no TLS.
     more: dict[str, Any] = {"checksum_algorithm": "SHA256"} if bucket.startswith("s3:") else {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if bucket.startswith("s3:") and endpoint:
@@ -275,6 +288,7 @@ def size_of(path: Path) -> int | None:
     """Return the size of the object that a path stands for, if there is one."""
     if address_of(path) is None:
         return None
+    # One listing for all names in a folder.
     if path.name not in _sizes.get(path.parent, ()):
         store, key = locate(path.parent)
         _sizes[path.parent] = {name: entry.size for name, entry in store.entries(key).items()}

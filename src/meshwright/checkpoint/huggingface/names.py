@@ -4,7 +4,8 @@
 GPT2_OUTSIDE = {"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"}
 LLAMA_OUTSIDE = {"wte": "embed_tokens", "ln_f": "norm"}
 NEOX_OUTSIDE = {"wte": "embed_in", "ln_f": "final_layer_norm"}
-HEAD, NEOX_HEAD = "lm_head", "embed_out"
+HEAD = "lm_head"
+NEOX_HEAD = "embed_out"
 
 # In a layer. GPT-2's linear weights are [in, out].
 GPT2_LINEAR = {

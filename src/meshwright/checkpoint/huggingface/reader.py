@@ -213,7 +213,8 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     # The layers.
     shapes = {"attn.proj": (h, h), "mlp.fc": (f, h), "mlp.proj": (h, f)}
     for i in range(layers):
-        ours, theirs = f"h.{i}", f"{prefix}h.{i}"
+        ours = f"h.{i}"
+        theirs = f"{prefix}h.{i}"
         qkv = f"{theirs}.{names.GPT2_LINEAR['attn.qkv']}"
         for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
             # A bias is its own transpose.
@@ -230,7 +231,8 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.note_defaults(**GPT2_DEFAULTS)
     hidden = hf.get("resid_pdrop", SHARE, 0.1)
     embedding = hf.get("embd_pdrop", SHARE, 0.1)
-    settings = sizes_of(h, layers, heads, f, positions) | {
+    settings = {
+        **sizes_of(h, layers, heads, f, positions),
         "hidden_dropout": hidden,
         "attention_dropout": hf.get("attn_pdrop", SHARE, 0.1),
         "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
@@ -264,8 +266,14 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
         pieces[f"{ours}.weight"] = one_view(hf.take(f"gpt_neox.{theirs}.weight", *shape))
         pieces[f"{ours}.bias"] = one_view(hf.take(f"gpt_neox.{theirs}.bias", shape[0]))
 
-    shapes = {"ln_1": (h,), "ln_2": (h,), "attn.qkv": (3 * h, h), "attn.proj": (h, h)}
-    shapes |= {"mlp.fc": (f, h), "mlp.proj": (h, f)}
+    shapes = {
+        "ln_1": (h,),
+        "ln_2": (h,),
+        "attn.qkv": (3 * h, h),
+        "attn.proj": (h, h),
+        "mlp.fc": (f, h),
+        "mlp.proj": (h, f),
+    }
     for i in range(layers):
         for name, shape in shapes.items():
             module(f"h.{i}.{name}", f"layers.{i}.{names.NEOX_LAYER[name]}", shape)
@@ -273,7 +281,9 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     head = names.NEOX_HEAD if hf.has(f"{names.NEOX_HEAD}.weight") else names.HEAD
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
     hf.note_defaults(**NEOX_DEFAULTS)
-    return rotation(hf, positions, NEOX_ROTATION) | sizes_of(h, layers, heads, f, positions) | {
+    settings = {
+        **rotation(hf, positions, NEOX_ROTATION),
+        **sizes_of(h, layers, heads, f, positions),
         "bias_gelu_fusion": activation != "gelu",
         "hidden_dropout": hf.get("hidden_dropout", SHARE, 0.0),
         "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
@@ -282,7 +292,8 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
         "untie_embeddings_and_output_weights": untied,
         "position_embedding_type": "rope",
         "use_parallel_residual": hf.want("use_parallel_residual", True, False, default=True),
-    }, pieces
+    }
+    return settings, pieces
 
 
 class RotationKeys(NamedTuple):
@@ -338,7 +349,8 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
 
     # The layers.
     for i in range(layers):
-        ours, theirs = f"h.{i}", f"model.layers.{i}"
+        ours = f"h.{i}"
+        theirs = f"model.layers.{i}"
         for name, norm in names.LLAMA_NORMS.items():
             is_of_heads = name.startswith("attn.")
             if is_of_heads and not qk_norm:
@@ -391,12 +403,14 @@ def linears(
     heads = zip(names.LLAMA_QKV, (s.heads, s.groups, s.groups), strict=True)
     q, k, v = (get(name, n * s.head, s.hidden) for name, n in heads)
     yield "attn.qkv", qkv_views(q, k, v, s.groups, s.head)
-    yield "attn.proj", one_view(get(names.LLAMA_LINEAR["attn.proj"], s.hidden, s.heads * s.head))
+    width = s.heads * s.head
+    yield "attn.proj", one_view(get(names.LLAMA_LINEAR["attn.proj"], s.hidden, width))
     # Ours is one tensor [2, rows, columns] of gate and up.
     halves = []
     for i, name in enumerate(names.LLAMA_GATES):
         half = get(name, s.ffn, s.hidden)[None]
-        halves.append(TensorView((i,) + (0,) * (half.ndim - 1), half))
+        offset = (i, *[0] * (half.ndim - 1))
+        halves.append(TensorView(offset, half))
     yield "mlp.fc", halves
     yield "mlp.proj", one_view(get(names.LLAMA_LINEAR["mlp.proj"], s.hidden, s.ffn))
 
@@ -417,7 +431,9 @@ def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
     size = hf.get("sliding_window", WINDOW, 4096)
 
     # The kind of each layer, if a newer transformers listed them; else Qwen's first have no window.
-    full = min(layers, hf.get("max_window_layers", NUMBER, 28)) if kind.startswith("qwen") else 0
+    full = 0
+    if kind.startswith("qwen"):
+        full = min(layers, hf.get("max_window_layers", NUMBER, 28))
     by_number = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     types = hf.config.get("layer_types") or by_number
     if not isinstance(types, list) or len(types) < layers:
@@ -439,9 +455,10 @@ def window_settings(reach: int, kinds: list[int]) -> dict[str, str | None]:
     if not all(kinds):
         # The shorter form says that every so-many-th layer has none.
         every = kinds.index(0) + 1
-        regular = [int((i + 1) % every > 0) for i in range(len(kinds))]
-        is_regular = every > 1 and kinds == regular
-        pattern = str(every) if is_regular else str(kinds).replace(" ", "")
+        regular = [int(number % every > 0) for number in range(1, len(kinds) + 1)]
+        pattern = str(kinds).replace(" ", "")
+        if every > 1 and kinds == regular:
+            pattern = str(every)
     return {"window_size": f"{reach},0", "window_attn_skip_freq": pattern}
 
 

@@ -245,7 +245,8 @@ def export_gpt2(plan: ExportPlan) -> Iterator[ExportedTensor]:
         {ours: f"transformer.{theirs}" for ours, theirs in names.GPT2_OUTSIDE.items()}
     )
     for i in range(plan.m.num_layers or 0):
-        ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        ours = f"h.{i}"
+        theirs = f"transformer.h.{i}"
         linear = dict(names.GPT2_LINEAR)
         qkv = linear.pop("attn.qkv")
         for end in (".weight", ".bias"):
@@ -266,9 +267,11 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     yield from plan.copies(
         {ours: f"model.{theirs}" for ours, theirs in names.LLAMA_OUTSIDE.items()}
     )
+    stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
     for i in range(plan.m.num_layers or 0):
-        ours, theirs = f"h.{i}", f"model.layers.{i}"
-        # Two tensors of ours are several of theirs.
+        ours = f"h.{i}"
+        theirs = f"model.layers.{i}"
+        # Two tensors of ours are several of theirs: attention's first product, and the gated MLP's.
         for end in (".weight", ".bias"):
             qkv = f"{ours}.attn.qkv{end}"
             if qkv in plan.source.tensors:
@@ -279,7 +282,6 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
                 for half, name in enumerate(names.LLAMA_GATES):
                     part = plan.part(f"{theirs}.{name}{end}", gates, [(half, half + 1)])
                     yield part._replace(read=part.read[1:])  # without the dimension of the halves
-        stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
         yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in stored.items()})
     yield from plan.copies({"lm_head": names.HEAD})
 
@@ -351,10 +353,11 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
     if not part.transposed:
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return
+    # So many columns as fill a part, and one at least.
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
-    for i in range(0, tensor.shape[1], count):
+    for columns in torch.split(tensor, count, dim=1):
         # Transposed straight from the whole, each element would miss the processor's caches.
-        strip = tensor[:, i : i + count].contiguous().t().contiguous()
+        strip = columns.contiguous().t().contiguous()
         yield strip.view(-1).view(torch.uint8).numpy().data
 
 

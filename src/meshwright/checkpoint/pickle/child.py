@@ -34,7 +34,8 @@ MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
 LONG = 1 << 16  # bytes: longer byte strings stay in the file
 DEPTH = 100  # of the tree
 # bytes of all its values, with shared parts counted each time; of one beside texts
-COST, STEP = 128 << 20, 64
+COST = 128 << 20
+STEP = 64
 DIMENSIONS = 16
 
 # Packages whose classes appear in honest checkpoints as settings and counters; they become Inert.
@@ -320,7 +321,8 @@ class Inert:
 
     def __new__(cls, *args: Any) -> Inert:
         self = super().__new__(cls)
-        self.args, self.state = args, None
+        self.args = args
+        self.state = None
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -346,7 +348,9 @@ class Function:
     __slots__ = ("module", "name", "call")
 
     def __init__(self, module: str, name: str, call: Callable[..., Any]) -> None:
-        self.module, self.name, self.call = module, name, call
+        self.module = module
+        self.name = name
+        self.call = call
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
@@ -416,11 +420,19 @@ def tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor
     is_of_sizes = are_sizes((offset,)) and are_sizes(size) and are_sizes(stride)
     if not isinstance(storage, StorageRange) or not is_of_sizes:
         raise RefusedPickle("a tensor made of something other than a storage and numbers")
-    return Tensor(storage.type, storage, storage.numbers, offset, list(size), list(stride))
+    return Tensor(
+        storage.type,
+        storage,
+        storage.numbers,
+        offset,
+        list(size),
+        list(stride),
+    )
 
 
 def tensor_of_bytes(storage: Any, *args: Any) -> Tensor:
     """Return a tensor on a storage of bytes; strides and offset count elements."""
+    # As torch._utils._rebuild_tensor_v3 takes them.
     offset, size, stride, _, _, kind, *_ = args
     if not isinstance(kind, NumberType):
         raise RefusedPickle("a tensor without a type")
@@ -552,7 +564,8 @@ class Reader(pickle.Unpickler):  # noqa: S301  whatever it finds is of this file
             or count < 0
         ):
             raise RefusedPickle("a storage without type, key or size")
-        size, first = count * SIZES[kind.name], 0
+        size = count * SIZES[kind.name]
+        first = 0
         if self.storages.setdefault(key, size) != size:
             raise RefusedPickle(
                 f"the storage {key!r} has two sizes, {self.storages[key]:,} and {size:,} bytes"
@@ -577,7 +590,9 @@ class Answer:
     """What was read, as lists that JSON can write."""
 
     def __init__(self, places: dict[str, int], ends: set[int]) -> None:
-        self.places, self.ends, self.cost = places, ends, 0
+        self.places = places
+        self.ends = ends
+        self.cost = 0
 
     def encode(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)

@@ -75,7 +75,9 @@ def mapped(path: Path) -> mmap.mmap:
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         mapping = mappings.get(key)
         if mapping is None:
-            flags, access = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            # Writable, as torch wants memory to be, but private: the file never changes.
+            flags = mmap.MAP_PRIVATE | NO_RESERVE
+            access = mmap.PROT_READ | mmap.PROT_WRITE
             with open(path, "rb") as file:
                 mapping = mmap.mmap(file.fileno(), status.st_size, flags, access)
             mappings[key] = mapping
@@ -90,11 +92,12 @@ def run_trusted(path: Path, part: memoryview | None) -> Any:
     head = bytes(content[:32])
     is_zip = head.startswith(b"PK\3\4")
     # torch.save's file, a zip or its older form, or else a plain pickle.
-    if is_zip or child.MAGIC.to_bytes(10, "little") in head:
+    is_torch = is_zip or child.MAGIC.to_bytes(10, "little") in head
+    if is_torch:
         file = path if part is None else io.BytesIO(part)
-        return torch.load(file, "cpu", weights_only=False, mmap=is_zip and part is None)
-    with open(path, "rb") if part is None else io.BytesIO(part) as plain:
-        return pickle.load(plain)  # noqa: S301  the user trusts the file
+        maps = is_zip and part is None
+        return torch.load(file, "cpu", weights_only=False, mmap=maps)
+    return pickle.loads(content)  # noqa: S301  the user trusts the file
 
 
 # What the child's answer stands for
@@ -167,8 +170,10 @@ class AnswerDecoder:
         return map(self.decode, nodes)
 
     def table(self, *parts: Any) -> dict[Any, Any]:
-        keys, values = self.all(parts[::2]), self.all(parts[1::2])
-        return {self.checked_key(key): value for key, value in zip(keys, values, strict=True)}
+        keys = self.all(parts[::2])
+        values = self.all(parts[1::2])
+        items = zip(keys, values, strict=True)
+        return {self.checked_key(key): value for key, value in items}
 
     def checked_key(self, key: Any) -> Any:
         """Return the key if it is quick to hash and compare; a long or nested one may never end.
@@ -178,7 +183,8 @@ class AnswerDecoder:
         is_tuple = type(key) is tuple and len(key) <= PAIR
         # Old optimizers number parameters by their addresses.
         largest = PAIR_KEY if is_tuple else 1 << 60
-        for part in key if is_tuple else [key]:
+        parts = key if is_tuple else [key]
+        for part in parts:
             kind = type(part)
             is_short = kind in (str, bytes) and len(part) <= 1024
             is_small = kind is int and abs(part) < largest
@@ -207,7 +213,9 @@ class AnswerDecoder:
         raw = self.byte_range(begin, begin + count * dtype.itemsize)
         # The view must lie within the storage, and not be larger: a stride of 0 repeats numbers.
         numbers = math.prod(size)
-        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        last = offset
+        for n, step in zip(size, stride, strict=True):
+            last += (n - 1) * step
         if (numbers and last >= count) or numbers > count:
             what = f"a tensor of {tuple(size)}, strides {tuple(stride)}, from {offset:,}"
             raise ValueError(f"{what} on a storage of {count:,} numbers")

@@ -71,14 +71,18 @@ def dumped_arguments(
         positive = name.removeprefix("no_")
         named, value = NAMED.get(name, (name, value))
         if named == name != positive and name not in values and positive in values:
-            named, value = positive, False
+            named = positive
+            value = False
         values[named] = value
     return values
 
 
 def in_effect(config: TrainConfig) -> dict[str, Any]:
     """Return the values in this run where they differ from the flags, or have another name."""
-    m, t, o, p = config.model, config.training, config.optimizer, config.parallel
+    m = config.model
+    t = config.training
+    o = config.optimizer
+    p = config.parallel
     scale = config.precision.initial_loss_scale
     words = config.tokenizer
     # The default type says nothing unless files of a vocabulary go with it.

@@ -173,6 +173,7 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
     idle: list[str] = []
     for key, value in _leaves(file):
         if key in MAPPED:
+            # "auto" leaves a setting to the program: to the flags, here.
             try:
                 if value != "auto":
                     found[key] = MAPPED[key][1](value)
@@ -198,9 +199,11 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
 
 def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[str]) -> TrainConfig:
     """Fill the configuration; accumulation steps count only if the batch sizes leave them open."""
+    # They follow from the batch sizes, which may come from the file or from flags.
     steps = taken.pop("num_accumulation_steps", None)
     filled = with_settings(config, **taken)
-    t, dp = filled.training, filled.dp
+    t = filled.training
+    dp = filled.dp
     if steps is None:
         return filled
     if not (t.global_batch_size and isinstance(t.micro_batch_size, int) and t.micro_batch_size > 0):
@@ -217,6 +220,7 @@ def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[s
 def read_deepspeed(path: str) -> dict[str, Any]:
     """Return the file's object; ValueError says what is wrong, such as a repeated key."""
 
+    # Python's reader would take the last of equal keys, silently.
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(k for k, _ in pairs)
         if repeated := next((k for k, count in counts.items() if count > 1), None):

@@ -227,9 +227,11 @@ class _File(Evaluator):
         """Return the table or list of a target, and the key in it."""
         match target:
             case ast.Attribute():
-                table, key = self.expression(target.value), target.attr
+                table = self.expression(target.value)
+                key = target.attr
             case ast.Subscript():
-                table, key = self.expression(target.value), self.expression(target.slice)
+                table = self.expression(target.value)
+                key = self.expression(target.slice)
             case ast.Name():
                 return self.names, target.id
             case _:
@@ -283,7 +285,7 @@ class _File(Evaluator):
         if isinstance(e.func, ast.Attribute) and e.func.attr == "update":
             table = self.expression(e.func.value)
             if isinstance(table, dict):
-                table.update(self.reading.copied(self.table(e)))
+                table.update(self.table(e))
                 return None
 
         # LazyCall(target)(...): the second call, which makes a table.
@@ -291,13 +293,13 @@ class _File(Evaluator):
         if isinstance(function, _Lazy):
             if e.args:
                 raise RefusedExpression("LazyCall(...) takes named values only")
-            return self.reading.copied(self.table(e)) | {"_target_": function.target}
+            return self.table(e) | {"_target_": function.target}
 
         # The few functions that make tables, by their last names.
         name = ".".join(function.split(".")[-2:]) if isinstance(function, Reference) else ""
         last = name.rpartition(".")[2]
         if last in ("dict", "DictConfig") or name == "OmegaConf.create":
-            return self.reading.copied(self.table(e))
+            return self.table(e)
         if last in ("LazyCall", "get_config") and len(e.args) == 1 and not e.keywords:
             argument = self.expression(e.args[0])
             if last == "LazyCall":
@@ -314,7 +316,7 @@ class _File(Evaluator):
         )
 
     def table(self, e: ast.Call) -> dict[Any, Any]:
-        """Return the arguments of a call: tables without a name, then named values."""
+        """Return a copy of a call's arguments: tables without a name, then named values."""
         out: dict[Any, Any] = {}
         for argument in e.args:
             table = self.expression(argument)
@@ -325,4 +327,5 @@ class _File(Evaluator):
             if keyword.arg is None:
                 raise RefusedExpression("give values by their names, in place of **")
             out[keyword.arg] = self.expression(keyword.value)
-        return out
+        copied: dict[Any, Any] = self.reading.copied(out)
+        return copied

@@ -42,6 +42,7 @@ def torch_state(path: Path, tree: Any) -> dict[str, Any]:
 
 
 def step_counts(path: Path, tree: Any) -> Iterator[int]:
+    # Apex counts in the groups, torch for each parameter.
     state_dict = torch_state(path, tree)
     for entry in (*state_dict["param_groups"], *state_dict.get("state", {}).values()):
         if isinstance(entry, dict) and "step" in entry:
@@ -52,10 +53,13 @@ def numbered_state(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[An
     """Return the state of each parameter, group after group, and the masters if there are any."""
     state_dict = torch_state(path, tree)
     state = state_dict.get("state")
-    keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
+    keys = []
+    for group in state_dict["param_groups"]:
+        keys += group.get("params", ())
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in keys):
         raise unreadable_state(path, "parameters have no state")
     states = [state[key] for key in keys]
+    # Programs keep the masters under different names, group by group.
     by_group: list[Any] = next((tree[kind] for kind in MASTERS if kind in tree), [])
     masters = [master for group in by_group for master in group]
     return states, masters
@@ -75,6 +79,7 @@ def match_numbered(
         raise unreadable_state(
             path, f"it is of {len(states)} parameters, the model has {len(weights)}"
         )
+    # Masters come in the order of the weights that have one.
     is_own = not masters and not needs_masters
     has_each = len(masters) == len(weights)
     waiting = masters[::-1]
@@ -94,7 +99,9 @@ def match_numbered(
 
 def require_tensor(path: Path, value: Any, shape: Shape, name: str) -> torch.Tensor:
     """Return the value if it is a tensor of this shape."""
-    actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
-    if not isinstance(value, torch.Tensor) or actual != shape:
-        raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")
-    return value.detach()
+    actual: Shape | str = "nothing"
+    if isinstance(value, torch.Tensor):
+        actual = tuple(value.shape)
+        if actual == shape:
+            return value.detach()
+    raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")

@@ -23,7 +23,8 @@ from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.compat.formats.table import LITGPT
 
-FILE, CONFIG = "lit_model.pth", "model_config.yaml"
+FILE = "lit_model.pth"
+CONFIG = "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes
 # Settings that our network lacks, and the values at which they do nothing.
 _OFF = (  # by None, False or 0
@@ -75,6 +76,7 @@ def open_litgpt(
     model = tree.get("model", tree) if isinstance(tree, dict) else None
     if not isinstance(model, dict):
         raise bad_data(f"{folder / FILE}: not litgpt's, it is no table of tensors")
+    # torch.compile puts this before the names of what it wraps.
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
     lit = ForeignFolder(folder, CONFIG, read_config(folder / CONFIG), tensors)
     if "optimizer" in tree:
@@ -110,6 +112,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     for name, value in OFF.items():
         if name in config and (config[name] or None) != value:
             raise lit.refused(f"{name} is {str(config[name])[:100]}", f"{value} would do")
+    # The MLP's class and the kind of GELU are one activation of ours.
     mlp = str(config.get("mlp_class_name"))
     gelu = None if mlp == "LLaMAMLP" else str(config.get("gelu_approximate", "none"))
     if (mlp, gelu) not in ACTIVATIONS:
@@ -195,19 +198,25 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
     lit.add_head(out, wte, tied=False)
 
     def copy(ours: str, theirs: str, *shape: int, biased: bool) -> None:
-        out[f"{ours}.weight"] = one_view(lit.take(f"{theirs}.weight", *shape))
+        weight = lit.take(f"{theirs}.weight", *shape)
+        out[f"{ours}.weight"] = one_view(weight)
         if biased:
-            out[f"{ours}.bias"] = one_view(lit.take(f"{theirs}.bias", shape[0]))
+            bias = lit.take(f"{theirs}.bias", shape[0])
+            out[f"{ours}.bias"] = one_view(bias)
 
     has_bias = s["add_bias_linear"]
     is_layer_norm = s["normalization"] == "LayerNorm"
     copy("ln_f", "transformer.ln_f", h, biased=is_layer_norm)
     for i in range(s["num_layers"]):
-        ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        ours = f"h.{i}"
+        theirs = f"transformer.h.{i}"
         copy(f"{ours}.ln_1", f"{theirs}.norm_1", h, biased=is_layer_norm)
         copy(f"{ours}.ln_2", f"{theirs}.norm_2", h, biased=is_layer_norm)
-        for kind in "qk" if s["qk_layernorm"] else "":
-            copy(f"{ours}.attn.ln_{kind}", f"{theirs}.attn.norm_{kind}", head, biased=is_layer_norm)
+        if s["qk_layernorm"]:
+            for kind in "qk":
+                norm = f"{theirs}.attn.norm_{kind}"
+                copy(f"{ours}.attn.ln_{kind}", norm, head, biased=is_layer_norm)
+        # A bias of attention's first product alone is an option of theirs.
         for end in ("weight", "bias") if has_bias or s["add_qkv_bias"] else ("weight",):
             qkv = qkv_of(lit, f"{theirs}.attn", end, (heads, groups, head, h))
             out[f"{ours}.attn.qkv.{end}"] = qkv
@@ -217,11 +226,15 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
             copy(f"{ours}.mlp.fc", f"{theirs}.mlp.fc", ffn, h, biased=has_bias)
             continue
         # A gated MLP: ours is one tensor [2, rows, columns].
-        for end, shape in (("weight", (ffn, h)), ("bias", (ffn,)))[: 1 + has_bias]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (ffn, h)}
+        if has_bias:
+            shapes["bias"] = (ffn,)
+        for end, shape in shapes.items():
             halves = []
             for n in range(2):
                 half = lit.take(f"{theirs}.mlp.fc_{n + 1}.{end}", *shape)[None]
-                halves.append(TensorView((n,) + (0,) * (half.ndim - 1), half))
+                offset = (n, *[0] * len(shape))
+                halves.append(TensorView(offset, half))
             out[f"{ours}.mlp.fc.{end}"] = halves
     return out
 
@@ -233,6 +246,7 @@ def qkv_of(
     heads, groups, head, width = sizes
     rows = (heads + 2 * groups) * head
     shape = (rows,) if end == "bias" else (rows, width)
+    # Older files have the rows as ours: group by group.
     older = f"{name}.attn.{end}"
     if lit.has(older):
         return one_view(lit.take(older, *shape))

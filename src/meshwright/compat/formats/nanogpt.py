@@ -44,7 +44,8 @@ LAYER = {  # in the order of its parameters
     "mlp.c_proj": "mlp.proj",
 }
 KINDS = ("weight", "bias")
-TABLES, HEAD = ("wte.weight", "wpe.weight"), "lm_head.weight"
+TABLES = ("wte.weight", "wpe.weight")
+HEAD = "lm_head.weight"
 OUTSIDE = {f"transformer.{name}": name for name in (*TABLES, "ln_f.weight", "ln_f.bias")} | {
     HEAD: HEAD
 }
@@ -53,7 +54,15 @@ SIZES = {"n_layer": "num_layers", "n_embd": "hidden_size", "block_size": "max_po
 SIZES |= {"vocab_size": "vocab_size"}
 OPTIONS = {*SIZES, "n_head", "bias", "dropout"}
 # Settings of train.py that a run needs to continue.
-NEEDED = "batch_size gradient_accumulation_steps learning_rate min_lr warmup_iters lr_decay_iters max_iters".split()
+NEEDED = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "min_lr",
+    "warmup_iters",
+    "lr_decay_iters",
+    "max_iters",
+)
 
 
 def open_nanogpt(
@@ -254,17 +263,20 @@ def parameter_order(
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the weights in the order of the optimizer's groups."""
     # In the order of the model's modules.
-    layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
-    modules = [f"h.{n}.{part}" for n in range(layers) for part in LAYER.values()]
+    layers = {name.split(".")[1] for name in weights if name.startswith("h.")}
+    modules = [f"h.{n}.{part}" for n in range(len(layers)) for part in LAYER.values()]
     modules.append("ln_f")
-    names = [*TABLES, *(f"{module}.{kind}" for module in modules for kind in KINDS)]
-    present = [(name, weights[name]) for name in names if name in weights]
+    names = list(TABLES)
+    for module in modules:
+        names += [f"{module}.{kind}" for kind in KINDS]
 
     # Two groups: what decays, which are matrices, and then biases and norms.
-    order = sorted(present, key=lambda item: item[1].ndim < 2)
-    decayed = sum(tensor.ndim > 1 for _, tensor in order)
+    present = [(name, weights[name]) for name in names if name in weights]
+    matrices = [item for item in present if item[1].ndim > 1]
+    vectors = [item for item in present if item[1].ndim < 2]
+    # Groups have numbers, not names: their sizes show whether they are as we think.
     sizes = [len(group.get("params", ())) for group in torch_state(path, tree)["param_groups"]]
-    if sizes != [decayed, len(order) - decayed]:
-        why = f"its groups are of {sizes} parameters, where {decayed} decay and {len(order) - decayed} do not"
+    if sizes != [len(matrices), len(vectors)]:
+        why = f"its groups are of {sizes} parameters, where {len(matrices)} decay and {len(vectors)} do not"
         raise unreadable_state(path, f"{why} (old versions of nanoGPT let no table decay)")
-    return order
+    return matrices + vectors

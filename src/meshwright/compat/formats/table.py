@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from meshwright.checkpoint.formats import Format
 
-MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL = "Megatron", "Megatron-Core", "DeepSpeed", "universal"
-LIBAI, ONEFLOW = "LiBai", "OneFlow-GPT"
-NANOGPT, LITGPT = "nanoGPT", "litgpt"
+MEGATRON = "Megatron"
+TORCH_DIST = "Megatron-Core"
+DEEPSPEED = "DeepSpeed"
+UNIVERSAL = "universal"
+LIBAI = "LiBai"
+ONEFLOW = "OneFlow-GPT"
+NANOGPT = "nanoGPT"
+LITGPT = "litgpt"
 
 HERE = "meshwright.compat.formats"
 MEGATRON_RANK = r"mp_rank_\d\d+(_\d{3,}){0,2}"
 
+# `order` decides which format is asked first about a folder: the files of an earlier one may match
+# the pattern of a later one too.
 FORMATS = (
     Format(
         MEGATRON,

@@ -162,7 +162,8 @@ class Index:
             begins = self.pointers.read(before, stop)
             sums = (begins + lengths * itemsize)[:-1]
             if not first:
-                sums = np.append(0, sums)  # nothing is before sequence 0
+                # Nothing is before sequence 0.
+                sums = np.append(0, sums)
             negative.add(first, lengths[first - before :] < 0)
             astray.add(first, begins[first - before :] != sums)
 
@@ -218,7 +219,8 @@ class Index:
                 stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
                 last = int(borders[stop - 1])
                 pointers = self.pointers.read(first, last + 1) // itemsize
-                if last == n:  # no sequence begins at the end of the file
+                # No sequence begins at the end of the file.
+                if last == n:
                     pointers = np.append(pointers, self.described_bytes // itemsize)
                 ends = pointers[borders[done:stop] - first]
                 # A document without a token ends where the one before it does.

@@ -54,6 +54,7 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
             f"{{input={folder}}} is not a folder; give the one that holds the .bin/.idx files",
             BAD_DATA,
         )
+    # A file without its other half is a mistake, or is still being copied.
     indices = {path.stem for path in root.glob("*.idx")}
     tokens = {path.stem for path in root.glob("*.bin")}
     lone = sorted(indices ^ tokens)
@@ -81,7 +82,8 @@ def merge_pairs(
 
     Return None if the same pairs were joined there before.
     """
-    tokenizer_folder = tokenizers.find_of_data(prefixes)  # raises if there are several
+    # This raises if there are several.
+    tokenizer_folder = tokenizers.find_of_data(prefixes)
     lacking = [prefix for prefix in prefixes if not tokenizers.tokenizer_folder(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
     made_from = {
@@ -133,10 +135,12 @@ def join_pairs(
     folder = Path(output_prefix).resolve().parent
     make_folder(folder, "--output-prefix")
     with lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
+        # Of a sequence its length, int32, and pointer, int64; of a document its border, int64.
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
         # leftovers of a killed merge are gone now
         make_folder(folder, "--output-prefix", size + 2 * index)
         places = [append_index(writer, shard) for shard in shards]
+        # The index is small and comes first: it says where each shard's tokens belong.
         with writer.reported():
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
         keep(writer)
@@ -159,7 +163,8 @@ def append_index(writer: Writer, shard: Shard) -> int:
         index = Index(shard.prefix, idx)
         for _, sizes in index.sizes.blocks():
             writer.reserve(0, sizes, nothing)
-        for start, borders in index.borders.blocks():  # the first 0 is where the shard before ends
+        # The first border, 0, is where the shard before ends.
+        for start, borders in index.borders.blocks():
             writer.reserve(0, nothing, (borders if start else borders[1:]) + before)
     return place
 
@@ -183,6 +188,7 @@ def copy_tokens(
         done = 0
         by_kernel = hasattr(os, "copy_file_range")
         while done < size:
+            # By the kernel as long as it can, from then on by reading and writing.
             copied = 0
             if by_kernel:
                 try:
@@ -191,7 +197,8 @@ def copy_tokens(
                 except OSError as error:
                     if error.errno not in CANNOT_COPY:
                         raise
-                by_kernel = copied > 0  # some network disks return 0
+                # Some network disks return 0.
+                by_kernel = copied > 0
             if not by_kernel:
                 data = os.pread(source.fileno(), min(BLOCK, size - done), done)
                 copied = os.pwrite(target, data, place + done)
@@ -205,11 +212,13 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
     merged = measure_pair(output_prefix)
     place = 0
+    # The index as a whole.
     sequences = sum(shard.sequences for shard in shards)
     documents = sum(shard.documents for shard in shards)
     if (merged.sequences, merged.documents) != (sequences, documents):
         wrong = f"{output_prefix}.idx holds {merged.sequences:,} sequences, not those of its parts"
         raise UserError(f"{wrong}: merge again", IO)
+    # Of the tokens, both ends of each shard: a shard at a wrong place differs there.
     with open(f"{output_prefix}.bin", "rb") as target:
         result = FileColumn(target, merged.dtype, merged.tokens)
         for shard in shards:

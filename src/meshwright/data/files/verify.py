@@ -47,12 +47,14 @@ class Findings:
     sha256: dict[str, str] = field(default_factory=dict)  # path: digest
 
     def line(self, speed: str) -> str:
-        counts = (
-            f"{self.documents:,} documents, {self.sequences:,} sequences, "
-            f"{self.tokens:,} tokens ({self.dtype})"
+        sums = [f"crc32 of {part} {crc}" for part, crc in self.crc32.items()]
+        return (
+            f"{self.prefix}: intact: "
+            f"{self.documents:,} documents, "
+            f"{self.sequences:,} sequences, "
+            f"{self.tokens:,} tokens ({self.dtype}), "
+            f"{self.with_eod}{', '.join(sums)}, {speed}"
         )
-        sums = ", ".join(f"crc32 of {part} {crc}" for part, crc in self.crc32.items())
-        return f"{self.prefix}: intact: {counts}, {self.with_eod}{sums}, {speed}"
 
 
 def check_pair(
@@ -237,7 +239,8 @@ def write_checksums(path: Path, digests: dict[str, str]) -> None:
     with writing(path, "--checksums"), replacing(path, typed=True) as file:
         for name, digest in digests.items():
             listed = Path(name).resolve()
-            if listed.is_relative_to(folder):  # so that both can be moved together
+            # Relative, so that both can be moved together.
+            if listed.is_relative_to(folder):
                 listed = listed.relative_to(folder)
             file.write(f"{digest}  {listed}\n".encode())
 

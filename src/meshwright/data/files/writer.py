@@ -56,8 +56,10 @@ class Writer:
         self.dtype = np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
         self.is_finished = False
-        self.is_kept = False  # after an error, keep the parts for another writer to continue
+        # After an error, keep the parts for another writer to continue.
+        self.is_kept = False
         self.files: dict[str, BinaryIO] = {}
+        # What is beyond the lengths to keep was written after the last note of progress.
         lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
         with contextlib.ExitStack() as failed, self.reported():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +130,7 @@ class Writer:
             self.tokens * self.dtype.itemsize,
             HEADER.size + 12 * self.sequences + 8 * (self.documents + 1),
         )
+        # An older pair loses its index first, so that the record never stands beside another one.
         with self.reported():
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             names = (f"{Path(self.prefix).name}{end}" for end in (".bin", ".idx"))

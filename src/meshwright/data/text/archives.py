@@ -68,6 +68,7 @@ class _Packed:
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
+        # tarfile asks again for what is missing at the end, as often as the header's size says.
         self.ends += not data
         self.left -= len(data)
         if self.ends > ENDS:
@@ -78,6 +79,7 @@ class _Packed:
 
     def next_member(self, archive: _Archive) -> tarfile.TarInfo | None:
         """Skip what is left of the last member, and read the next one's header."""
+        # What is left of a member may be long; from here on, `left` bounds the header alone.
         self.left = sys.maxsize
         stream = cast(Any, archive.fileobj)
         is_first = cast(Any, archive).firstmember is not None
@@ -108,17 +110,15 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[Member]:
     packed = _Packed(stream)
     with _Archive.open(fileobj=cast(Any, packed), mode="r|") as archive:
         while (member := packed.next_member(archive)) is not None:
-            cast(Any, archive).members = []  # free what tarfile keeps of each
+            # Free what tarfile keeps of each.
+            cast(Any, archive).members = []
+            name = folder + member.name
             if member.issparse():
-                yield (
-                    folder + member.name,
-                    DamagedInput("a sparse file; write the archive without --sparse"),
-                )
+                yield name, DamagedInput("a sparse file; write the archive without --sparse")
                 continue
             opened = archive.extractfile(member) if member.isfile() else None
-            if opened is None:
-                continue
-            yield from _member(folder + member.name, cast(BinaryIO, opened))
+            if opened is not None:
+                yield from _member(name, cast(BinaryIO, opened))
 
 
 def _member(name: str, opened: BinaryIO) -> Iterator[Member]:

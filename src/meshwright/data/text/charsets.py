@@ -175,6 +175,7 @@ def count_decoded(content: bytes, *names: str) -> str:
         lines.pop()  # which is cut
     decoded = []
     for name in dict.fromkeys(names):
+        # Line by line: a text may be of mixed encodings, or broken in one place.
         number = sum(_decodes(line, name) for line in lines)
         decoded.append(f"{name} decodes {number:,}")
     return f"of the first {len(lines):,} lines {', '.join(decoded)}"
@@ -191,10 +192,12 @@ def _decodes(line: bytes, name: str) -> bool:
 def _share_of_common(sample: bytes, name: str) -> float:
     """Return the share of frequent Chinese characters in a sample, 0 if it has many bad bytes."""
     decoder = codecs.getincrementaldecoder(name)("replace")  # its last character may be cut
-    wide = [c for c in decoder.decode(sample) if not c.isascii()]
+    decoded = decoder.decode(sample)
+    wide = [c for c in decoded if not c.isascii()]
     if wide.count("\ufffd") > len(wide) // 100:
         return 0.0
-    return sum(c in COMMON for c in wide) / max(len(wide), 1)
+    common = sum(c in COMMON for c in wide)
+    return common / max(len(wide), 1)
 
 
 def misread(start: bytes, codec: str) -> str:

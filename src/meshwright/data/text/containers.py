@@ -53,8 +53,10 @@ def kind_of_bytes(start: bytes) -> str | None:
     start = start[:HEAD]
     if start.startswith(PDF):
         return "pdf"
+    # A text may begin with the letters of a kind, such as BZh or PAR1.
     if charsets.is_utf8(start) and not charsets.CONTROL.search(start):
         return None
+    # tar's mark is in the middle of its first header.
     if start[257:262] == b"ustar":
         return "tar"
     if start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5F:
@@ -91,6 +93,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
     stream: Any = None
     packed = memoryview(b"")
     while packed or (packed := memoryview(cast(Any, file).read1(limits.CHUNK))):
+        # Between two streams zeros may lie, as tape drives and some writers leave them.
         if stream is None:
             packed = memoryview(bytes(packed).lstrip(b"\0"))
             if not packed:
@@ -102,6 +105,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
             data = stream.decompress(part)
         except errors as error:
             raise DamagedInput(f"{kind}: {error}") from None
+        # What follows the end of a stream belongs to the next one.
         if stream.eof:
             packed = memoryview(stream.unused_data + bytes(packed))
             stream = None
@@ -113,6 +117,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
     """Return the maker of a decompressor, and its errors."""
+    # 31: a window of 2^15 bytes, and 16 for gzip's header.
     if kind == "gzip":
         return lambda: zlib.decompressobj(31), (zlib.error,)
     if kind == "xz":
@@ -149,6 +154,7 @@ class _Chunks(io.RawIOBase):
             buffer[have : have + size] = self.ready[:size]
             self.ready = self.ready[size:]
             have += size
+        # Bytes that precede damage are returned first; the next read raises it.
         if self.damage and not have:
             raise self.damage
         return have

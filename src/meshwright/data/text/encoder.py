@@ -76,9 +76,11 @@ class Encoder:
         for part in piece.parts:
             size = part.size
             for record in part.read(self.options):
-                rejected = (
-                    record if isinstance(record, Rejected) else self._add(record, encoded, columns)
-                )
+                # A record is rejected as it is read, or because its text cannot be encoded.
+                if isinstance(record, Rejected):
+                    rejected: Rejected | None = record
+                else:
+                    rejected = self._add(record, encoded, columns)
                 if rejected:
                     encoded.count_rejected(rejected)
                     if stop and rejected.is_error:
@@ -87,13 +89,14 @@ class Encoder:
                         break
                 elif not size and isinstance(record, Document):
                     # Rows of a table have another size in its file than their texts.
-                    encoded.bytes += sum(map(_size_of, record.texts))
+                    encoded.bytes += sum(len(text.encode()) for text in record.texts)
             encoded.bytes += size
             if encoded.complaint:
                 break
         encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
         encoded.ends = [np.array(column.ends, np.int64) for column in columns]
-        nothing = np.zeros(0, self.dtype)  # numpy concatenates one array or more
+        # numpy concatenates one array or more.
+        nothing = np.zeros(0, self.dtype)
         tokens = []
         for column in columns:
             parts = [nothing, *column.parts]
@@ -102,13 +105,15 @@ class Encoder:
 
     def _add(self, document: Document, encoded: Encoded, columns: list[_Column]) -> Rejected | None:
         """Add the tokens of a document to the columns, or return why it has none."""
+        # A document that is too long becomes several, which have one key.
         parts = [document.texts]
         if self.longest is not None:
             parts = [(part,) for part in cut_document(document.texts[0], self.longest)] or parts
+        # All of it is encoded before any of it is added: a text that is refused leaves no trace.
+        tokens = []
         try:
-            tokens = [
-                [list(map(self.encode, self.sentences(text))) for text in texts] for texts in parts
-            ]
+            for texts in parts:
+                tokens.append([list(map(self.encode, self.sentences(text))) for text in texts])
         except UserError as error:
             return Rejected("refused by the tokenizer", document.place, str(error))
         encoded.lines += document.lines
@@ -119,10 +124,6 @@ class Encoder:
                 column.add(sequences)
         encoded.documents += len(tokens)
         return None
-
-
-def _size_of(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class _Column:
@@ -145,6 +146,7 @@ class _Column:
             if len(ids):
                 self.parts.append(ids)
                 self.sizes.append(len(ids))
+        # The end of document belongs to the last sequence.
         if self.end is not None and len(self.sizes) > before:
             self.parts.append(self.end)
             self.sizes[-1] += 1

@@ -109,9 +109,11 @@ class SkipReport:
             if kind.startswith(OTHER_SUFFIX):
                 others.append(kind)
                 continue
-            more = ", ..." if count > len(self.names) else ""
-            names = f" ({', '.join(self.names)}{more})" if kind == NOT_UTF8 and self.names else ""
-            kinds.append(f"{count:,} {singular(kind) if count == 1 else kind}{names}")
+            text = f"{count:,} {singular(kind) if count == 1 else kind}"
+            if kind == NOT_UTF8 and self.names:
+                more = ", ..." if count > len(self.names) else ""
+                text += f" ({', '.join(self.names)}{more})"
+            kinds.append(text)
         # The suffixes that are not known, as one kind. With one of them, or one file of each, the
         # total says how many files each has.
         if others:
@@ -136,7 +138,8 @@ class SkipReport:
         if len(cures) == 1:
             line += f"; {next(iter(cures))}"
         else:
-            line += "".join(f"\n    {', '.join(names)}: {cure}" for cure, names in cures.items())
+            for cure, names in cures.items():
+                line += f"\n    {', '.join(names)}: {cure}"
         return f"{line}; {advice}" if others else line
 
 

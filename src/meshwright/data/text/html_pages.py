@@ -24,7 +24,8 @@ IS_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html)\b", re.IGNORECAS
 def page_text(page: str) -> str:
     """Return the text of a page, with line breaks where block elements begin and end."""
     parser = _PageParser()
-    end = page.rfind(">") + 1  # the parser would look for the end of each tag behind it in vain
+    # The parser would look for the end of each tag behind it in vain.
+    end = page.rfind(">") + 1
     parser.feed(page[:end])
     parser.close()
     parser.handle_data(html.unescape(page[end:]))

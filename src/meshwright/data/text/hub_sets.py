@@ -49,6 +49,7 @@ def import_datasets(address: str) -> Any:
     except ImportError:
         needs = f"--input {address} needs the package datasets: pip install 'meshwright[datasets]'"
         raise UserError(needs, UNAVAILABLE) from None
+    # Progress and warnings would mix with our own lines.
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     return datasets
@@ -80,7 +81,8 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
     wanted = parse(address)
     library = import_datasets(address)
     if revision == IN_CACHE:
-        library.config.HF_HUB_OFFLINE = True  # otherwise it would try for half a minute
+        # Otherwise it would try for half a minute.
+        library.config.HF_HUB_OFFLINE = True
     try:
         opened = library.load_dataset(
             wanted.name,
@@ -89,7 +91,8 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
             streaming=True,
             revision=None if revision == IN_CACHE else revision,
         )
-    except ValueError as error:  # another configuration or split; the message names those there are
+    # It may be another configuration or split; the message names those there are.
+    except ValueError as error:
         raise bad_data(f"--input {address}: {' '.join(str(error).split())}") from None
     except Exception as error:
         script = f"python -c \"import datasets; datasets.load_dataset('{wanted.name}')\""
@@ -97,11 +100,13 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
         raise UserError(
             f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE
         ) from None
+    # Other columns, such as images, are then not decoded.
     if opened.column_names:
         require_columns(address, refuse_columns(address, opened.column_names, keys))
         opened = opened.select_columns(list(keys))
     rows = iter(opened if wanted.rows is None else opened.take(wanted.rows))
     while True:
+        # Only the library's own failures are caught, not those of whoever takes the rows.
         try:
             row = next(rows, None)
         except Exception as error:

@@ -214,7 +214,8 @@ class Inputs:
             return [f"warning: {undecoded / lines:.0%} of {lines:,} lines are {name}; {cure}"]
         left = sum(count for count, _ in self.bad.values())
         if least < left < lines:
-            return [f"warning: {left / lines:.0%} of {lines:,} lines were left out"]
+            share = left / lines
+            return [f"warning: {share:.0%} of {lines:,} lines were left out"]
         return []
 
     def opened(self) -> Iterator[str]:
@@ -424,7 +425,8 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
             about = os.stat(path)
             refuse_other_than_text(path, about.st_mode)
             if not stat.S_ISREG(about.st_mode):
-                return source  # what is read from a pipe here would be lost
+                # What is read from a pipe here would be lost.
+                return source
             source = replace(source, bytes=about.st_size, changed=about.st_mtime_ns)
         with open_source(source, containers.START) as file:
             start = detect.look_at(file)

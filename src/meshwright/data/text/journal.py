@@ -34,7 +34,8 @@ class Journal:
         self.path = path
         self.is_kept = True
         self.noted = time.monotonic()
-        self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
+        # One name is enough: only the owner of the lock writes it.
+        self.temporary = Path(f"{path}.tmp")
         named = {"version": VERSION, "piece": limits.PIECE, **identity}
         content = json.dumps(named, sort_keys=True, default=str)
         self.digest = hashlib.sha256(content.encode()).hexdigest()
@@ -51,12 +52,15 @@ class Journal:
                 f"{path} is of another command, or its input has changed since; starting over",
                 file=stderr,
             )
-            path.unlink()  # now: the files that it describes are about to change
+            # Now, since the files that it describes are about to change.
+            path.unlink()
 
     def is_due(self) -> bool:
+        # More often would cost more than it saves after a kill.
         return time.monotonic() - self.noted >= NOTE_EVERY
 
     def note(self, state: dict[str, Any]) -> None:
+        # Renamed when it is complete, so that a kill leaves this state or the one before.
         with open(self.temporary, "w", opener=own_file) as file:
             file.write(json.dumps({"command": self.digest, "state": state}))
         os.replace(self.temporary, self.path)
@@ -69,6 +73,7 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
     """Lock the output, and open its journal; at the end remove it unless it `is_kept`."""
     prefix = str(path).removesuffix(".progress")
     with ExitStack() as stack:
+        # The lock first: whoever has it may read and remove the journal.
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(Path(f"{path}.lock"), PATIENCE))
@@ -92,10 +97,13 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
 
 def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
     """Return whether an interrupted writer's files hold so many tokens, sequences and documents."""
+    # Bytes of a token, of a sequence's length (int32) and of a document's border (int64). A part
+    # may be longer than was noted: the writer cuts it.
+    parts = zip(PART_ENDINGS, lengths, (itemsize, 4, 8), strict=True)
     try:
-        parts = zip(PART_ENDINGS, lengths, (itemsize, 4, 8), strict=True)
-        return all(
-            os.path.getsize(f"{prefix}{part}.tmp") >= length * size for part, length, size in parts
-        )
+        for part, length, size in parts:
+            if os.path.getsize(f"{prefix}{part}.tmp") < length * size:
+                return False
     except OSError:
         return False
+    return True

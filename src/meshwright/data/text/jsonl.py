@@ -117,11 +117,15 @@ def parse_laxly(line: bytes, place: TextPlace) -> Any:
 
 def explain_lack(record: dict[str, Any], key: str, place: TextPlace) -> Rejected:
     """Say what a line or row has in place of a text under the key."""
-    cures = (chat_cure(name, value) for name, value in record.items())
-    cure = next(filter(None, cures), "")
+    # The first value that looks like a chat says how to make a text of it; else another key may do.
+    cure = ""
+    texts = []
+    for name, value in record.items():
+        cure = cure or chat_cure(name, value)
+        if isinstance(value, str):
+            texts.append(name)
     if key in record:
         return not_text(key, record[key], place, cure)
-    texts = [name for name, value in record.items() if isinstance(value, str)]
     keys = ", ".join(list(record)[:MOST_KEYS]) or "none"
     return Rejected(f"no key {key!r}", place, f"keys: {keys}", cure or choose_key(texts))
 

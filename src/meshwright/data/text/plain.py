@@ -152,6 +152,16 @@ def _not_utf8(error: UnicodeDecodeError, at: int, texts: Slice, options: ReadOpt
     # In UTF-8.
     detail = f"0x{content[error.start]:02x}"
     if guess:
-        detail += f"; {charsets.count_decoded(content, guess, 'gb18030', 'big5')}"
+        counts = charsets.count_decoded(content, guess, "gb18030", "big5")
+        detail += f"; {counts}"
     first = texts.byte + at + error.start
-    return Rejected(NOT_UTF8, place, detail, cure, texts.is_named, first, len(content), guess)
+    return Rejected(
+        NOT_UTF8,
+        place,
+        detail,
+        cure,
+        texts.is_named,
+        first,
+        len(content),
+        guess,
+    )

@@ -163,7 +163,8 @@ class PreprocessPlan:
         say_to_scripts(
             f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout
         )
-        cached_tokenizer.cache_clear()  # its files may have changed
+        # Its files may have changed.
+        cached_tokenizer.cache_clear()
         self.tokenizer = tokenizer = cached_tokenizer(config.tokenizer)
         tokenizers.fastest_encoder(tokenizer)
         if hint := tokenizers.missing_speed(tokenizer):
@@ -227,7 +228,8 @@ class PreprocessPlan:
         idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
-        if p.split_sentences:  # records name rules, though they are the default, and not Punkt
+        # Records name rules, though they are the default, and not Punkt.
+        if p.split_sentences:
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
         inputs = self.inputs.identity()
@@ -298,9 +300,11 @@ class Share:
         self.totals = Totals([[0, 0, 0]] * len(self.paths), self.settings.on_error)
         sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
+        # A shard is a range of bytes of all inputs together.
         number, count = preparation.shard
-        self.begin = self.offsets[-1] * number // count
-        self.end = self.offsets[-1] * (number + 1) // count
+        total = self.offsets[-1]
+        self.begin = total * number // count
+        self.end = total * (number + 1) // count
 
     def encode_all(self) -> Totals:
         """Encode all pieces and write the pairs of files."""
@@ -322,7 +326,8 @@ class Share:
                 self.encode_pieces(journal, writers, state["pieces"] if state else 0)
                 preparation.require_tokens(self.totals)
                 if changed := preparation.find_changed():
-                    journal.state = None  # start from the beginning next time
+                    # Start from the beginning next time.
+                    journal.state = None
                     raise bad_data(f"{changed}; start again when it is complete")
                 for writer in writers:
                     preparation.keep_beside(writer)
@@ -479,9 +484,14 @@ def report(preparation: PreprocessPlan, totals: Totals, stdout: TextIO, stderr: 
             advice = advise_on_documents(sizes, p.document_length, is_plain)
             if blank := totals.documents - sequences:
                 lacking = f" ({blank:,} without text, which have no sequence)"
-        counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens{largest}"
-        size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
-        print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
+        line = (
+            f"wrote {prefix}.bin/.idx: "
+            f"{totals.documents:,} documents{lacking}, "
+            f"{sequences:,} sequences, "
+            f"{tokens:,} tokens{largest}, "
+            f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
+        )
+        print(fit(line, stdout), file=stdout)
         for line in advice:
             print(fit(line, stderr), file=stderr)
 

@@ -34,6 +34,7 @@ def read_texts(
             if isinstance(record, Document):
                 is_first = False
                 yield from record.texts
+        # A piece says how far its input is read, from the beginning of that.
         if piece.number != number:
             done = 0
         advance(max(piece.done - done, 0))
@@ -44,6 +45,7 @@ def read_texts(
 def note_passed(inputs: Inputs, given: TextInputs) -> None:
     """Count texts in folders that will be passed over for their content; raise for a named one."""
     texts = [s for s in inputs.inputs if not (s.is_stream or s.is_table or s.reader == JSONL)]
+    # JSON lines and tables are not judged by their content, and a stream is read but once.
     is_first = True
     for record in _read(texts, given):
         if isinstance(record, Rejected) and not record.is_error:
@@ -56,7 +58,8 @@ def note_passed(inputs: Inputs, given: TextInputs) -> None:
 def why_nothing(inputs: Inputs, given: TextInputs) -> list[str]:
     """Say what was left out of inputs without any text, and what the first bad line has instead."""
     lines = inputs.left_out(given.on_error, given.encoding)
-    readable = [source for source in inputs.inputs if source.bytes]  # a pipe is read but once
+    # A pipe is read but once.
+    readable = [source for source in inputs.inputs if source.bytes]
     for record in _read(readable, given):
         if isinstance(record, Rejected) and record.is_error:
             return [*lines, f"{record.detail}; {record.cure}"] if record.cure else lines

@@ -280,7 +280,8 @@ def _page_sizes(head: bytes) -> tuple[int, int]:
             shift += 7
             more = head[at] > 127
             at += 1
-        numbers.append(value >> 1)  # the last bit is the sign
+        # The last bit is the sign.
+        numbers.append(value >> 1)
     return numbers[1], numbers[2]
 
 

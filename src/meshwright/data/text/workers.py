@@ -44,20 +44,21 @@ def encode_pieces(
             yield piece, *encoder(piece, stop)
         return
     method = start_method()
-    pool = ProcessPoolExecutor(
-        size, multiprocessing.get_context(method), _start_worker, (make, stop)
-    )
+    context = multiprocessing.get_context(method)
+    pool = ProcessPoolExecutor(size, context, _start_worker, (make, stop))
     pending: deque[tuple[Piece, Future[tuple[Encoded, list[Array]]]]] = deque()
     workers: set[multiprocessing.process.BaseProcess] = set()
     is_first = True
     left = iter(pieces)
     try:
         while True:
+            # Keep the workers busy, and know all of them, to ask a lost one for its status.
             for piece in islice(left, AHEAD * size - len(pending)):
                 pending.append((piece, pool.submit(_encode, piece)))
                 workers.update(multiprocessing.active_children())
             if not pending:
                 return
+            # The oldest piece, whichever is finished first.
             piece, future = pending.popleft()
             yield piece, *future.result()
             is_first = False
@@ -69,29 +70,24 @@ def encode_pieces(
 
 def start_method() -> str:
     """Fork where possible; threads of these libraries would leave locks that nothing releases."""
-    return (
-        "fork"
-        if sys.platform == "linux" and not {"torch", "obstore"} & set(sys.modules)
-        else "spawn"
-    )
+    has_threads = not {"torch", "obstore"}.isdisjoint(sys.modules)
+    return "spawn" if sys.platform != "linux" or has_threads else "fork"
 
 
 def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bool) -> UserError:
     for worker in workers:
         worker.join(5)
     # The pool terminates the other workers with SIGTERM.
-    codes = [
-        worker.exitcode
-        for worker in workers
-        if worker.exitcode and worker.exitcode != -signal.SIGTERM
-    ]
-    code = codes[0] if codes else -signal.SIGTERM
+    code = -signal.SIGTERM
+    for worker in workers:
+        if worker.exitcode not in (None, 0, -signal.SIGTERM):
+            code = worker.exitcode
+            break
     how = f"by signal {-code}" if code < 0 else f"with status {code}"
-    why = (
-        ", perhaps for lack of memory (--workers sets their number)"
-        if code == -signal.SIGKILL
-        else ""
-    )
+    # The kernel kills a process for want of memory with SIGKILL.
+    why = ""
+    if code == -signal.SIGKILL:
+        why = ", perhaps for lack of memory (--workers sets their number)"
     if is_start:
         why = ": a script that calls this with torch imported must do so under `if __name__ == '__main__':`"
     return UserError(
@@ -105,7 +101,8 @@ _encoder: Callable[[Piece], tuple[Encoded, list[Array]]]  # of this worker
 
 def _start_worker(make: Callable[[], Encoder], stop: bool) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports an interrupt
+    # The parent reports an interrupt; a forked worker would inherit its handler of SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _encoder = functools.partial(make(), stop=stop)
@@ -116,6 +113,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    # At once, without what an exit of Python waits for.
     os._exit(UNEXPECTED)
 
 

@@ -43,15 +43,23 @@ def value_and_slope(x, KIND: tl.constexpr):
     if KIND == "gelu-tanh":
         # tanh(z) = 2 sigmoid(2z) - 1, so f(x) = x (1 + tanh(z)) / 2 = x sigmoid(2z)
         # with 2z = 1.5957691216057308 (x + 0.044715 x^3), whose factor is 2 sqrt(2 / pi).
-        s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-        return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        exponent = -1.5957691216057308 * (x + 0.044715 * x * x * x)
+        s = 1.0 / (1.0 + tl.exp(exponent))
+        value = x * s
+        # The derivative of 2z is its factor times (1 + 3 x 0.044715 x^2).
+        slope = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return value, slope
     elif KIND == "gelu":
         # x times the normal distribution, whose density is exp(-x^2 / 2) / sqrt(2 pi).
         normal = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        return x * normal, normal + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        value = x * normal
+        slope = normal + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return value, slope
     elif KIND == "silu":
         s = 1.0 / (1.0 + tl.exp(-x))
-        return x * s, s + x * s * (1.0 - s)
+        value = x * s
+        slope = s + x * s * (1.0 - s)
+        return value, slope
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
     elif KIND == "squared-relu":
@@ -178,10 +186,16 @@ def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
     blocks = cdiv(columns, BLOCK)
     with torch.accelerator.device_index(u.device.index):
-        out = a if into is None else a.view(torch.uint8)
-        constants = *fp8_arguments(into), GATES.get(kind, kind), gated, BLOCK
         _activation_forward[(a.numel() // columns * blocks,)](
-            u, out, columns, blocks, *constants, num_warps=WARPS
+            u,
+            a if into is None else a.view(torch.uint8),
+            columns,
+            blocks,
+            *fp8_arguments(into),
+            GATES.get(kind, kind),
+            gated,
+            BLOCK,
+            num_warps=WARPS,
         )
     return a
 
@@ -206,11 +220,21 @@ def backward(
         parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device
     )
     with torch.accelerator.device_index(u.device.index):
-        outputs = du if into is None else du.view(torch.uint8), partials
-        constants = *fp8_arguments(into), GATES.get(kind, kind), kind in GATES, summed
-        shape = tile.columns, tile.step, tile.rows, tile.stages
-        grid = cdiv(columns, tile.columns), parts
-        _activation_backward[grid](
-            u, grad, *outputs, rows, columns, *constants, *shape, num_warps=tile.warps
+        _activation_backward[cdiv(columns, tile.columns), parts](
+            u,
+            grad,
+            du if into is None else du.view(torch.uint8),
+            partials,
+            rows,
+            columns,
+            *fp8_arguments(into),
+            GATES.get(kind, kind),
+            kind in GATES,
+            summed,
+            tile.columns,
+            tile.step,
+            tile.rows,
+            tile.stages,
+            num_warps=tile.warps,
         )
     return du, partials if summed else None

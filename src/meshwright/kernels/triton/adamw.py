@@ -41,7 +41,8 @@ def _sum_squares(
     for first in range(program * ROWS, count, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         some = row < count
-        block = tl.load(table + row, mask=some, other=0) >> KIND_BITS
+        entry = tl.load(table + row, mask=some, other=0)
+        block = entry >> KIND_BITS
         at = block.to(tl.int64)[:, None] * BLOCK + columns[None, :]
         value = tl.load(x + at, mask=some[:, None], other=0.0)
         total += value * value
@@ -89,7 +90,7 @@ def _adamw_decide(
     tl.store(decision + 2, is_finite.to(tl.float32))
     tl.store(decision + 3, (shrink / s).to(tl.float32))
     tl.store(decision + 4, root.to(tl.float32))
-    # Of each kind the decay and the step size.
+    # The decay and the step size of each kind.
     kind = 2 * tl.arange(0, KINDS)
     rates = tl.load(lr) * tl.load(constants + 3 + kind)
     decays = tl.load(weight_decay) * tl.load(constants + 4 + kind)
@@ -137,6 +138,7 @@ def _adamw_update(
     compact = row.to(tl.int64)[:, None] * BLOCK + columns
     kind = decision + OF_KINDS + 2 * (entry & ((1 << KIND_BITS) - 1))
     at = (entry >> KIND_BITS).to(tl.int64)[:, None] * BLOCK + columns
+    # The clip factor and the loss scale are in one factor of the gradient.
     g = tl.load(gradients + at, mask=mask, other=0.0) * tl.load(decision + 3)
     m = moments.expand(tl.load(exp_avg + compact, mask=mask, other=0))
     v = moments.expand(tl.load(exp_avg_sq + compact, mask=mask, other=0))

@@ -25,13 +25,17 @@ def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: t
     # The sum of exp(x - high), whose `high` grows from block to block.
     for start in range(0, vocab, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + c, mask=c < vocab, other=-float("inf")).to(tl.float32)
+        x = tl.load(logits + c, mask=c < vocab, other=-float("inf"))
+        x = x.to(tl.float32)
         new = tl.maximum(high, tl.max(x, 0))
         # If all are -inf so far, -inf - (-inf) would be NaN.
         safe = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(high - safe) + tl.sum(tl.exp(x - safe), 0)
+        faded = total * tl.exp(high - safe)
+        more = tl.exp(x - safe)
+        total = faded + tl.sum(more, 0)
         high = new
     tl.store(lses + row, high + tl.log(total))
+    # The label's logit, 0 if it is not among these.
     label = tl.load(labels + row)
     is_inside = (label >= 0) & (label < vocab)
     value = tl.load(logits + label, mask=is_inside, other=0.0)
@@ -46,10 +50,13 @@ def _cross_entropy_backward(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + row * stride + c
     is_known = c < vocab
-    x = tl.load(at, mask=is_known, other=-float("inf")).to(tl.float32)
+    x = tl.load(at, mask=is_known, other=-float("inf"))
+    x = x.to(tl.float32)
+    # The loss is log-sum-exp - x[label]; its gradient is the softmax, less 1 at the label.
     p = tl.exp(x - tl.load(lses + row))
     is_label = c == tl.load(labels + row)
-    g = tl.where(is_label, p - 1.0, p) * tl.load(grads + row)
+    g = tl.where(is_label, p - 1.0, p)
+    g = g * tl.load(grads + row)
     if of_lses is not None:
         g += p * tl.load(of_lses + row)
     g = tl.where(is_known, g, 0.0)  # the padding's too
@@ -59,6 +66,7 @@ def _cross_entropy_backward(
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits [N], 0 for a label that is not here."""
     assert logits.stride(1) == labels.stride(0) == 1
+    # A program goes through a row alone, as its sum grows from block to block.
     lses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     picked = torch.empty_like(lses)
     with torch.accelerator.device_index(logits.device.index):
@@ -77,6 +85,7 @@ def overwrite(
     of_lses: Tensor | None = None,
 ) -> None:
     """Overwrite the logits with their gradient."""
+    # Blocks of a row are independent here, and so have a program each.
     n, padded = logits.shape
     of_lses = None if of_lses is None else of_lses.contiguous()
     with torch.accelerator.device_index(logits.device.index):

@@ -2,9 +2,9 @@
 
 A kernel of one row takes 2 to 5 us, of which its bytes need 0.5 to 2.5: the rest is its start, and
 the time in which it waits for the row. So a kernel lets the next one start at once (programmatic
-dependent launch, from Hopper on), which loads its weights and waits only then, in `_await_row`,
-until the kernels before it have ended. What those write is read after it, and nothing is written
-before it.
+dependent launch, from Hopper on). That one loads its weights, and only then waits, in `_await_row`,
+until the kernels before it have ended. It reads their results after that, and writes nothing
+before.
 
 Tests compare the kernels with the plain reference in Triton's interpreter, and on a GPU.
 """
@@ -86,6 +86,7 @@ def _decode_linear(
     """
     _start_next(EARLY)
     # What no kernel before this one writes: the parameters.
+    # A tile of weights [COLUMNS, BLOCK], as they lie; BLOCK is all inputs, rounded up.
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK)[None, :]
     is_column = n < columns
@@ -143,8 +144,11 @@ def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
         turns = d < 2 * HALF
         is_first = d < HALF
         pair = tl.where(is_first, d, d - HALF)
+        # What is loaded twice comes from the cache the second time.
         partner = tl.where(is_first, d + HALF, d - HALF)
-        other = tl.load(head + partner, mask=inside & turns, other=0.0)
+        has_partner = inside & turns
+        other = tl.load(head + partner, mask=has_partner, other=0.0)
+        # Columns that do not turn have the cosine 1 and the sine 0.
         c = tl.load(cos + pair, mask=turns, other=1.0)
         s = tl.load(sin + pair, mask=turns, other=0.0)
         s = tl.where(is_first, -s, s)
@@ -163,11 +167,14 @@ def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr)
     acc = tl.zeros((HEADS, WIDTH), tl.float32)
     # Other programs wrote the parts: ".cg" reads them past this multiprocessor's own cache.
     for i in tl.static_range(PARTS):
+        # A part: its heads' maxima, their sums of exponentials, and of values weighted by these.
         theirs = base + i * (HEADS * (WIDTH + 2))
-        sums = theirs + 2 * HEADS + h[:, None] * WIDTH + d[None, :]
+        sums = theirs + 2 * HEADS + h[:, None] * WIDTH
+        sums = sums + d[None, :]
         peak = tl.load(theirs + h, cache_modifier=".cg")
         added = tl.load(theirs + HEADS + h, cache_modifier=".cg")
         more = tl.load(sums, cache_modifier=".cg")
+        # Bring both sums to the higher of the two maxima.
         higher = tl.maximum(high, peak)
         fade = tl.exp(high - higher)
         share = tl.exp(peak - higher)
@@ -207,11 +214,13 @@ def _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK: tl.constexpr
     """
     known = start + tl.arange(0, BLOCK) < end
     if q.shape[0] == 1:
-        scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        products = q.to(tl.float32) * k.to(tl.float32)
+        scores = tl.sum(products, 1) * scale
         scores = tl.where(known, scores, float("-inf"))
         higher = tl.maximum(high, tl.max(scores, 0))
         p = tl.exp(scores - tl.max(higher, 0))
-        more = tl.sum(p[:, None] * v.to(tl.float32), 0)[None, :]
+        weighted = p[:, None] * v.to(tl.float32)
+        more = tl.sum(weighted, 0)[None, :]
         added = tl.sum(p, 0)
     else:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -220,8 +229,11 @@ def _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK: tl.constexpr
         p = tl.exp(scores - higher[:, None])
         more = tl.dot(p.to(v.dtype), v, input_precision="ieee")
         added = tl.sum(p, 1)
+    # The sums so far are relative to `high`; they fade by what the maximum rose.
     fade = tl.exp(high - higher)
-    return higher, total * fade + added, acc * fade[:, None] + more
+    total = total * fade + added
+    acc = acc * fade[:, None] + more
+    return higher, total, acc
 
 
 @triton.jit
@@ -264,6 +276,7 @@ def _attend(
     part = tl.program_id(2)
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
+    # This part's places of the row's text, and the first block of them.
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(used + slot).to(tl.int32)
     first = slot * room * (GROUPS * DIM) + group * DIM
@@ -283,7 +296,8 @@ def _attend(
     q = _rotated(head + h[:, None] * DIM, d_row, inside, cos, sin, HALF)
     k_new = _rotated(head + PER_GROUP * DIM, d_row, known, cos, sin, HALF)
     v_new = tl.load(head + (PER_GROUP + 1) * DIM + d_row, mask=known, other=0.0)
-    # The first part begins with the new place, the others with nothing.
+    # The first part begins with the new place, whose value has the weight exp(score - high) = 1;
+    # the others begin with nothing.
     is_first = part == 0
     at = tl.cast(length, tl.int64) * (GROUPS * DIM) + d_row
     if is_first:
@@ -298,6 +312,7 @@ def _attend(
     for start in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
         k, v = _load_block(keys, values, start, end, GROUPS, DIM, WIDTH, BLOCK)
         high, total, acc = _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK)
+    # One part divides its sums; of several, the last one to end does so for all.
     unit = row * GROUPS + group
     o = out + (unit * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d_row
     if PARTS > 1:
@@ -420,6 +435,7 @@ def _choose_tokens(
         highest = tl.max(every, 0)
         token = tl.min(tl.where(every == highest, firsts, 2147483647), 0).to(tl.int64)
         is_finite = (highest < float("inf")) & (highest > float("-inf"))
+        # The row's state for the next step, and what the host is told.
         tl.store(tokens + slot, tl.where(is_finite, token, 0))
         tl.store(used + slot, place)
         has_room = place + 1 < tl.load(limits + slot)
@@ -456,6 +472,7 @@ def choose_tokens(
     b = len(logits)
     block = 2048
     parts = power_of_2(cdiv(vocab, block))
+    # Largest logits are compared as they are; with noise, which is float64, as float64.
     peaks = logits.new_empty(b, parts, dtype=torch.float32 if draws is None else torch.float64)
     places = slots.new_empty(b, parts, dtype=torch.int32)
     report = torch.empty_like(slots)
@@ -534,6 +551,7 @@ def tile_of(columns: int, inner: int, processors: int, gated: bool = False) -> L
     width = 16
     while width > 1 and (width * inner > 16384 or columns // width < 2 * processors):
         width //= 2
+    # 32 threads of a warp x 128 weights.
     warps = width * inner * (1 + gated) // 4096
     return LinearTile(width, min(16, max(4, warps)))
 
@@ -594,6 +612,8 @@ def attend_tile(
     longest: int, units: int, heads: int, width: int, processors: int
 ) -> tuple[AttendTile, int, int]:
     """Return the tile, and in how many parts of how many places each row and group is divided."""
+    # One query of few rows: a program has a multiprocessor to itself, and takes a longer block of
+    # places, which 16,384 numbers of the keys fill.
     is_wide = heads == 1 and units <= processors
     places = 64
     if is_wide:

@@ -46,13 +46,17 @@ def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):
     sample = tl.load(samples + i, mask=inside, other=0)
     column = tl.load(columns + i, mask=inside, other=0)
     # dropout.rows: 64 bits of each coordinate, the lower half first.
-    h = mix((sample + start).to(tl.uint32))
-    h = mix(h ^ (sample >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    low = sample + start
+    h = mix(low.to(tl.uint32))
+    high = sample >> 32
+    h = mix(h ^ high.to(tl.uint32) ^ 0x85EBCA6B)
     h = mix(h + column.to(tl.uint32))
-    h = mix(h ^ (column >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    high = column >> 32
+    h = mix(h ^ high.to(tl.uint32) ^ 0x85EBCA6B)
     # dropout.at_site.
     site = tl.program_id(1)
-    h = mix(h ^ (site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15))
+    key = site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15
+    h = mix(h ^ key)
     at = site.to(tl.int64) * count + i
     tl.store(out + at, h.to(tl.int32, bitcast=True), mask=inside)
 
@@ -64,12 +68,14 @@ def threshold_of(p: float) -> int:
 
 @triton.jit
 def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):
+    # A program drops in one row, whose hash is already that of a site.
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     inside = c < columns
     at = row.to(tl.int64) * columns + c
     value = tl.load(x + at, mask=inside)
-    keep = keep_mask(tl.load(rows + row), c, threshold)
+    row_hash = tl.load(rows + row)
+    keep = keep_mask(row_hash, c, threshold)
     kept = tl.where(keep, value * scale, 0.0)
     tl.store(out + at, kept.to(value.dtype), mask=inside)
 

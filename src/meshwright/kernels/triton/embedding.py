@@ -33,15 +33,19 @@ def _embedding_add_rows(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < width
     if is_first:
+        # The token's rows in the order of the batch, so that their sum is the same each time.
         end = tl.load(ends + place).to(tl.int32)
         added = tl.zeros((COLUMNS,), tl.float32)
         for start in range(place, end, ROWS):
             i = start + tl.arange(0, ROWS)
-            row = tl.load(order + i, mask=i < end, other=0).to(tl.int64)
+            row = tl.load(order + i, mask=i < end, other=0)
+            row = row.to(tl.int64)
             at = row[:, None] * width + column[None, :]
             mask = (i < end)[:, None] & is_column[None, :]
             value = tl.load(rows + at, mask=mask, other=0.0)
-            added += tl.sum(value.to(tl.float32), 0)
+            value = value.to(tl.float32)
+            added += tl.sum(value, 0)
+        # No other program has this token, so the total needs no atomic.
         target = total + token.to(tl.int64) * width + column
         old = tl.load(target, mask=is_column, other=0.0)
         tl.store(target, old + added, mask=is_column)

@@ -67,7 +67,7 @@ def raise_amax(amax, high):
 def store_rounded(
     at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Store numbers in the format of `like`, or in fp8 of these; return amaxes raised to them."""
+    """Store numbers rounded to the format of `like`, or then to fp8; return the raised amaxes."""
     rounded = value.to(like.dtype.element_ty)
     if FP8:
         q, size = encode(rounded.to(tl.float32), by, LARGEST, WIDE)
@@ -142,6 +142,7 @@ def _fp8_cast_tile(
 ):
     first = i.to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
     c = j.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    # Rows are taken in groups of PACK; `first` counts the groups.
     by = tl.load(scale)
     high = tl.zeros((ROWS // PACK, COLUMNS), tl.float32)
     if transposed is not None:
@@ -183,9 +184,10 @@ def _fp8_cast_many(
 ):
     """Do what `_fp8_cast` does for each matrix of a table; moves the same bytes.
 
-    In: table int64 [n, 7]: where x, out and transposed are, in elements from the first ones, and
-    its scale and amax; rows, columns, first program; owners int32 [programs]: each program's row.
-    All but the last two are multiples of 16, so that threads load and store 16 bytes at once.
+    In: table int64 [n, 7]: where x, out and transposed are, in elements from the first matrix's;
+    the index of scale and amax; rows, columns, first program. owners int32 [programs]: each
+    program's row. Places, rows and columns are multiples of 16, so that threads load and store 16
+    bytes at once.
     """
     program = tl.program_id(0)
     row = table + tl.load(owners + program).to(tl.int64) * 7
@@ -241,6 +243,7 @@ def _fp8_transpose(
     for k in tl.static_range(PACK):
         r = first * PACK + k
         inside = (r < rows)[:, None] & is_column[None, :]
+        # Beyond the last row are zeros, which become the padding.
         byte = tl.load(q + r[:, None] * columns + c[None, :], mask=inside, other=0)
         word |= byte.to(transposed.dtype.element_ty) << (8 * k)
     to = c[:, None] * (padded // PACK) + first[None, :]
@@ -257,14 +260,17 @@ def quantise(
     rows, columns = x.shape
     padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
-        tensors = x, out.view(torch.uint8), words, scale, amax
-        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2
         _fp8_cast[_grid(CAST, padded, columns)](
-            *tensors,
+            x,
+            out.view(torch.uint8),
+            words,
+            scale,
+            amax,
             rows,
             columns,
             padded,
-            *constants,
+            LARGEST[out.dtype],
+            out.dtype is torch.float8_e5m2,
             CAST.rows,
             CAST.columns,
             CAST.pack,
@@ -314,11 +320,20 @@ def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: 
     """Do what `quantise` does for matrices in the formats of one, with sizes in multiples of 16."""
     x, out, transposed, _ = like
     with torch.accelerator.device_index(x.device.index):
-        bases = x, out.view(torch.uint8), transposed.view(WORDS[CAST.pack])
-        formats = LARGEST[out.dtype], out.dtype is torch.float8_e5m2
-        constants = *formats, CAST.rows, CAST.columns, CAST.pack
         _fp8_cast_many[(len(prepared.owners),)](
-            prepared.table, prepared.owners, *bases, scale, amax, *constants, num_warps=CAST.warps
+            prepared.table,
+            prepared.owners,
+            x,
+            out.view(torch.uint8),
+            transposed.view(WORDS[CAST.pack]),
+            scale,
+            amax,
+            LARGEST[out.dtype],
+            out.dtype is torch.float8_e5m2,
+            CAST.rows,
+            CAST.columns,
+            CAST.pack,
+            num_warps=CAST.warps,
         )
 
 

@@ -56,6 +56,7 @@ def sum_rows(matrix: Tensor) -> Tensor:
     if matrix.stride(1) != 1:
         matrix = matrix.contiguous()
     count, width = matrix.shape
+    # The grid: tiles of columns, and slabs of rows, each of which leaves a row of partial sums.
     slab = sum_slab(count, width, devices.processors(matrix.device))
     across = cdiv(width, SUM_COLUMNS)
     n = summed_rows(count, slab)
@@ -89,8 +90,10 @@ def _reduce_vector(
             at = row.to(tl.int64)[:, None] * width + c[None, :]
             sums += tl.load(partials + at, mask=inside, other=0.0)
         out = tl.sum(sums, 0)
+        # Add to the total, or begin it.
         if ADDS:
-            out += tl.load(total + c, mask=c < width, other=0.0).to(tl.float32)
+            old = tl.load(total + c, mask=c < width, other=0.0)
+            out += old.to(tl.float32)
         tl.store(total + c, out.to(total.dtype.element_ty), mask=c < width)
 
 
@@ -132,6 +135,7 @@ def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     for i, total in enumerate(totals):
         if total is not None:
             vectors[i], adds[i] = total
+    # Few rows leave room for more columns in a tile.
     rows = min(REDUCED_ROWS, power_of_2(n))
     columns = max(REDUCED_COLUMNS, min(128, REDUCED // rows))
     with torch.accelerator.device_index(partials.device.index):

@@ -38,11 +38,13 @@ def draw_blocks(parts, places, step, row, some, compact):
 @triton.jit
 def draw_part(place, step, at):
     """Return 32 random bits, int32, for elements of a part whose place is there in memory."""
+    # A Place: the hash of the name, first, low, run and gap.
     name = tl.load(place).to(tl.uint32, bitcast=True)
     first = tl.load(place + 1).to(tl.uint32, bitcast=True)
     low = tl.load(place + 2).to(tl.uint32, bitcast=True)
     run = tl.load(place + 3).to(tl.uint32, bitcast=True)
     gap = tl.load(place + 4).to(tl.uint32, bitcast=True)
+    # As moments.draw_blocks; unsigned numbers wrap around by themselves.
     local = at.to(tl.uint32) + low
     position = local + first + local // run * gap
     bits = draw(position, name, tl.load(step))
@@ -56,6 +58,7 @@ def expand(code):
         is_signed: tl.constexpr = code.dtype == tl.int8
         least: tl.constexpr = SIGNED if is_signed else UNSIGNED
         largest: tl.constexpr = 127 if is_signed else 255
+        # As moments.expanded.
         size = code.to(tl.int32) & largest
         normal = ((size + (least + 126) * 4) << 21).to(tl.float32, bitcast=True)
         small = size.to(tl.float32) * 2.0 ** (least - 2)
@@ -80,15 +83,20 @@ def compress(x, draws, dtype: tl.constexpr):
         size = tl.abs(x)
         # As in moments.rounded: 21 bits, of which the lowest 5 are the middle of their range.
         draws = (draws << 5) + 16
+        # As in moments.encoded: codes without an implicit 1, and those with one.
         low = tl.minimum(size, 2.0**least)
-        small = (low * 2.0 ** (2 - least) + draws.to(tl.float32) * 2.0**-21).to(tl.int32)
-        normal = ((size.to(tl.int32, bitcast=True) + draws) >> 21) - (least + 126) * 4
+        small = low * 2.0 ** (2 - least) + draws.to(tl.float32) * 2.0**-21
+        small = small.to(tl.int32)
+        upper = (size.to(tl.int32, bitcast=True) + draws) >> 21
+        normal = upper - (least + 126) * 4
         number = tl.where(size < 2.0**least, small, normal)
         number = tl.minimum(number, largest)
         if is_signed:
-            code = tl.where(x < 0, number - 128, number).to(tl.int8)
+            code = tl.where(x < 0, number - 128, number)
+            code = code.to(tl.int8)
         else:
-            code = tl.where(size > NOTHING, tl.maximum(number, 1), number).to(tl.uint8)
+            code = tl.where(size > NOTHING, tl.maximum(number, 1), number)
+            code = code.to(tl.uint8)
     return code
 
 

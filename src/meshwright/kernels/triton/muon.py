@@ -60,6 +60,7 @@ def _muon_advance(
     old = formats.expand(tl.load(moment + at, mask=inside, other=0))
     new = old + (now - old) * (1.0 - momentum)
     ahead = (new - (new - now) * (1.0 - momentum)).to(tl.bfloat16)
+    # Moments of fewer bits are rounded at random, by a hash of each element's place.
     if places is not None:
         bits = formats.draw_part(places + 5 * n, step, at)
         kept = formats.compress(new, bits & 0xFFFF, FORMAT)
@@ -76,15 +77,19 @@ def _muon_advance(
 @triton.jit
 def _muon_normalise(x, norms, out, stride, size, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     # Norms, their lower bound and quotients are each rounded to the format of x, as in torch.
-    rounded = tl.load(norms + n).to(x.dtype.element_ty).to(tl.float32)
+    form: tl.constexpr = x.dtype.element_ty
+    rounded = tl.load(norms + n).to(form).to(tl.float32)
     norm = tl.maximum(rounded, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    norm = norm.to(x.dtype.element_ty).to(tl.float32)
-    value = tl.load(x + n * stride + at, mask=inside, other=0.0).to(tl.float32)
-    quotient = tl.div_rn(value, norm).to(x.dtype.element_ty)
-    tl.store(out + n * size + at, quotient.to(out.dtype.element_ty), mask=inside)
+    norm = norm.to(form).to(tl.float32)
+    value = tl.load(x + n * stride + at, mask=inside, other=0.0)
+    quotient = tl.div_rn(value.to(tl.float32), norm)
+    quotient = quotient.to(form)
+    to = out + n * size + at
+    tl.store(to, quotient.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -103,8 +108,10 @@ def _muon_subtract(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.multiple_of(tl.load(weights + n).to(tl.pointer_type(tl.float32)), ALIGNED)
+    # Weights lie anywhere, updates one after the other.
     old = tl.load(weight + at, mask=inside, other=0.0)
     update = tl.load(updates + n * size + at, mask=inside, other=0.0).to(tl.float32)
+    # `kept` is the factor of the weight: 1 where a cautious decay leaves it out.
     kept = tl.load(decay)
     if CAUTIOUS:
         kept = tl.where(update * old >= 0.0, kept, 1.0)
@@ -156,10 +163,17 @@ def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x [n, r, c] / its norms [n] in a format. Matrices may be some rows of larger ones."""
     assert x[0].is_contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    size = x[0].numel()
     with torch.accelerator.device_index(x.device.index):
-        numbers = x.stride(0), x[0].numel(), SMALLEST_NORM, BLOCK
-        _muon_normalise[(cdiv(x[0].numel(), BLOCK), len(x))](
-            x, norms, out, *numbers, num_warps=WARPS
+        _muon_normalise[(cdiv(size, BLOCK), len(x))](
+            x,
+            norms,
+            out,
+            x.stride(0),
+            size,
+            SMALLEST_NORM,
+            BLOCK,
+            num_warps=WARPS,
         )
     return out
 
@@ -176,9 +190,18 @@ def subtract(
     size = weights[0].numel()
     assert updates.is_contiguous() and updates[0].numel() == size
     with torch.accelerator.device_index(weights[0].device.index):
-        tensors = addresses(weights), updates, decay, rate, skipped
-        numbers = size, is_cautious, alignment(*weights), BLOCK
-        _muon_subtract[(cdiv(size, BLOCK), len(weights))](*tensors, *numbers, num_warps=WARPS)
+        _muon_subtract[(cdiv(size, BLOCK), len(weights))](
+            addresses(weights),
+            updates,
+            decay,
+            rate,
+            skipped,
+            size,
+            is_cautious,
+            alignment(*weights),
+            BLOCK,
+            num_warps=WARPS,
+        )
 
 
 def addresses(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:

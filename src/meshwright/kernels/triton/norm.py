@@ -121,7 +121,7 @@ def _norm_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Set of_residual, of_pending and partials [3, programs, C]: norm weight, bias; of_pending.
+    """Set of_residual, of_pending, and partials [3, programs, C]: norm's weight, bias; added bias.
 
     dx, means (RMSNorm), rows and one of the two gradients may be None. Each program takes every
     n-th group of rows and keeps its sums in registers. Bytes moved for each element: E + 3 R, and E
@@ -151,7 +151,8 @@ def _norm_backward(
             of_shift += d
         z *= rstd
         of_weight += d * z
-        # The gradient of x: through the norm, and that of x itself.
+        # The gradient of x: through the norm, and that of x itself. With w = dy * weight,
+        #     dx = (w - z mean(w z) - mean(w)) * rstd, of which RMSNorm lacks the last mean.
         d *= w
         projection = tl.sum(d * z, 1) / WIDTH
         grad = d - z * projection[:, None]
@@ -191,14 +192,28 @@ def forward(
     y = into.out if into is not None else torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
     means = torch.empty_like(rstds) if norm.centers else None
+    # A thread holds 16 numbers of a row of 2,048 to 8,192, and fewer of a shorter one.
     rows, block = norm_tile(width)
     warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     with torch.accelerator.device_index(pending.device.index):
-        outputs = x, y if into is None else y.view(torch.uint8), means, rstds
-        numbers = count, threshold_of(operands.p), 1.0 / (1.0 - operands.p), norm.eps
-        constants = *fp8_arguments(into), norm.plus, width, rows, block
         _norm_forward[(cdiv(count, rows),)](
-            *operands[:4], norm.weight, norm.bias, *outputs, *numbers, *constants, num_warps=warps
+            *operands[:4],
+            norm.weight,
+            norm.bias,
+            x,
+            y if into is None else y.view(torch.uint8),
+            means,
+            rstds,
+            count,
+            threshold_of(operands.p),
+            1.0 / (1.0 - operands.p),
+            norm.eps,
+            *fp8_arguments(into),
+            norm.plus,
+            width,
+            rows,
+            block,
+            num_warps=warps,
         )
     return pending if x is None else x, y, means, rstds
 
@@ -220,14 +235,30 @@ def backward(
     # As many rows in flight as their bytes allow.
     element = sum(t.element_size() for t in (dx, dy, x) if t is not None)
     stages = max(1, min(launch.stages, IN_FLIGHT // (rows * block * element)))
+    # A bound on registers is an option of NVIDIA's compiler.
     options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}
     with torch.accelerator.device_index(x.device.index):
-        inputs = dx, dy, x, saved.mean, saved.rstd, saved.rows, saved.weight
-        outputs = of_residual, of_pending, partials
-        numbers = count, threshold_of(saved.p), 1.0 / (1.0 - saved.p)
-        constants = saved.plus, width, rows, block, stages
         _norm_backward[(programs,)](
-            *inputs, *outputs, *numbers, *constants, num_warps=launch.warps, **options
+            dx,
+            dy,
+            x,
+            saved.mean,
+            saved.rstd,
+            saved.rows,
+            saved.weight,
+            of_residual,
+            of_pending,
+            partials,
+            count,
+            threshold_of(saved.p),
+            1.0 / (1.0 - saved.p),
+            saved.plus,
+            width,
+            rows,
+            block,
+            stages,
+            num_warps=launch.warps,
+            **options,
         )
     out = of_residual if of_pending is None else of_pending
     assert out is not None

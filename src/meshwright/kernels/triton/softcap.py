@@ -26,9 +26,11 @@ def _tanh(x):
 @triton.jit
 def _bound(logits, out, cap, count, BLOCK: tl.constexpr):
     """Compute cap * tanh(logits / cap). Bytes moved: the logits twice."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    x = tl.load(logits + i, mask=inside).to(tl.float32)
+    x = tl.load(logits + i, mask=inside)
+    x = x.to(tl.float32)
     y = cap * _tanh(x / cap)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=inside)
 
@@ -36,10 +38,13 @@ def _bound(logits, out, cap, count, BLOCK: tl.constexpr):
 @triton.jit
 def _overwrite(logits, grad, cap, count, BLOCK: tl.constexpr):
     """Write the gradient over the logits. Bytes moved: the logits three times."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    x = tl.load(logits + i, mask=inside).to(tl.float32)
-    g = tl.load(grad + i, mask=inside).to(tl.float32)
+    x = tl.load(logits + i, mask=inside)
+    x = x.to(tl.float32)
+    g = tl.load(grad + i, mask=inside)
+    g = g.to(tl.float32)
     t = _tanh(x / cap)
     of_x = (1.0 - t * t) * g
     tl.store(logits + i, of_x.to(logits.dtype.element_ty), mask=inside)

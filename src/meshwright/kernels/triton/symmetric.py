@@ -80,6 +80,7 @@ def _symmetric_product(
     batch = tl.program_id(1)
     row = i * ROWS
     column = j * COLUMNS
+    # The product, summed in float32.
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, DEPTH):
         x = _load(a, batch, row, start, BY_ROW, ROWS, DEPTH)
@@ -93,12 +94,14 @@ def _symmetric_product(
     if not WHOLE:
         inside = inside & (rows < m)[:, None] & (columns < m)[None, :]
     at = offset + rows[:, None] * m + columns[None, :]
+    # What is added to the product; it is rounded once, behind all of it.
     total *= scale
     if HAS_C:
         total += keep * tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + at, rounded, mask=inside)
+    # What lies left of the square on the diagonal has a mirror image above it.
     if column < row:
         mirrored = offset + columns[:, None] * m + rows[None, :]
         below = (columns < row)[:, None]
@@ -125,16 +128,29 @@ def half_product(
     grid = count_tiles(m, tiles), n
     by_row = a.is_contiguous()
     assert by_row or a.mT.is_contiguous()
-    left, right = (
-        _describe(x, rows, tiles.depth) for x, rows in ((a, tiles.rows), (b, tiles.columns))
-    )
+    left = _describe(a, tiles.rows, tiles.depth)
+    right = _describe(b, tiles.columns, tiles.depth)
     is_whole = m % tiles.columns == 0
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with torch.accelerator.device_index(a.device.index):
-        tensors = left, right, out if c is None else c, out
-        numbers = m, k, float(scale), float(keep), float(diagonal)
-        constants = c is not None, is_whole, by_row, tiles.rows, tiles.columns, tiles.depth
-        _symmetric_product[grid](*tensors, *numbers, *constants, **options)
+        _symmetric_product[grid](
+            left,
+            right,
+            out if c is None else c,
+            out,
+            m,
+            k,
+            float(scale),
+            float(keep),
+            float(diagonal),
+            c is not None,
+            is_whole,
+            by_row,
+            tiles.rows,
+            tiles.columns,
+            tiles.depth,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
     return out
 
 

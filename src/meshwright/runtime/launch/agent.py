@@ -51,6 +51,7 @@ def launch_ranks(plan: LaunchPlan, program: list[str], kind: type[Agent] | None 
     """Start the ranks, watch them, and return the status of the one that failed first."""
     until = connect.deadline(plan.wait)
     store = connect.connect_store(plan.address, plan.port, plan.node == 0, until, "machine 0")
+    # Everything that torch's agent changes in this process is put back at the end.
     environ = dict(os.environ)
     _prepare_environment(plan)
     agent = (kind or Agent)(plan, program, store, until)
@@ -82,6 +83,7 @@ def _prepare_environment(plan: LaunchPlan) -> None:
         number.name for number in PASSED_SIGNALS
     )
     if "OMP_NUM_THREADS" not in os.environ:
+        # torchrun gives each rank one thread, which makes a CPU's training slow.
         threads = max(cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if plan.processes > 1:
@@ -114,12 +116,14 @@ class MachineMeeting(StaticTCPRendezvous):
         plan = self.plan
         # After a failure the other machines first stop their ranks, which have 30 seconds.
         end = self.until if self.attempts == 0 else time.monotonic() + 30 + plan.wait
+        # Each attempt has keys of its own, so that none counts ranks of the one before.
         machines = PrefixStore(f"machines/{self.attempts}", self.store)
         connect.within(
             end,
             lambda: connect.meet_all(machines, plan.node, plan.nodes, end, "machine"),
             f"machine 0 at {plan.address}:{self.master_port}",
         )
+        # Whoever comes first names the run for all machines.
         self.run_id = self.store.compare_set(
             "run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}"
         ).decode()
@@ -152,6 +156,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """After a failure, wait for its cause and for ranks that still save; then stop all."""
+        # torch itself reports a failure only after it has stopped the others.
         started = getattr(self._pcontext, "subprocess_handlers", {})
         codes = {
             worker_group.workers[n].global_rank: worker.proc.poll() for n, worker in started.items()

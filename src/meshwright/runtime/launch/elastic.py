@@ -61,6 +61,7 @@ def parse_train(
     """Return the settings of train on so many ranks; --load may complete the model."""
     words = [f"--world-size={ranks}", *command[1:]]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
+    # A checkpoint that is not there yet completes nothing: the run begins with the flags.
     load = parsed.config.checkpoint.load
     if load and (address_of(load) or Path(load).exists()):
         return complete(parsed)
@@ -84,6 +85,7 @@ def find_shapes(
         if not command[0].endswith(".py"):
             raise UserError(f"{ELASTIC_FLAGS} are for train and for scripts, not for {command[0]}")
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
+    # First what the flags say, then what the checkpoint adds.
     require_resumable(parse_train(command, most), command)
     config = parse_train(command, most, complete)
     # Whole replicas of the model, so multiples of its ranks, from the most down.
@@ -169,6 +171,7 @@ def choose_shape(
             if share:
                 shares[node] = share
                 left -= share
+        # Machine 0 has the store.
         if left == 0 and 0 in shares:
             return shape, shares
     return None

@@ -97,6 +97,7 @@ def write_engine_file(
     if config.write_to is None:
         print(text, end="")
     else:
+        # A file that someone may have changed by hand is not replaced in silence.
         path = Path(config.write_to)
         if path.exists() and not config.overwrite:
             raise SettingsError(
@@ -122,6 +123,7 @@ def make_job(
             raise SettingsError(
                 f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out"
             )
+    # The numbers of the cluster, which this machine cannot count.
     nodes = 1 if config.nnodes is None else config.nnodes
     count = config.nproc_per_node
     require_numbers(config, nodes)
@@ -129,6 +131,7 @@ def make_job(
         raise SettingsError(
             f"{{nproc_per_node={count}}} would count the devices here; give {{write}} the number of each node"
         )
+    # For its errors: what cannot be started need not be written.
     build_program(command)
     checked = check_command(command, nodes, int(count), complete)
     trained = checked if isinstance(checked, TrainConfig) else None
@@ -185,6 +188,7 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
         return None
     page = PAGES[name]
     ranks = nodes * devices
+    # Other commands are checked by their own settings alone.
     cls = pkgutil.resolve_name(page.config)
     if cls is not TrainConfig:
         parsed = flags.parse_settings(
@@ -234,6 +238,7 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
     if config is None and job.command[0] not in PAGES:
         notes.append(f"the flags of {job.command[0]} were not checked")
     # Where the command's paths are.
+    # Engines of containers have a file system of their own.
     in_container = engine in ("kubernetes", "jobset", "skypilot", "docker")
     folder = f"{WORK} of the container" if in_container else job.folder
     notes.append(f"relative paths begin in {folder}")
@@ -274,6 +279,7 @@ def values_for_all(job: ClusterJob) -> dict[str, object]:
 
 def values_for_slurm(job: ClusterJob) -> dict[str, object]:
     command = [f"    {shlex.join(line)}" for line in by_lines(job.command)]
+    # Settings of this shell, which the job would not have.
     exports = [f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()]
     return {
         "CPUS": CORES * job.devices,
@@ -316,12 +322,14 @@ def values_for_docker(job: ClusterJob) -> dict[str, object]:
     healthy = ["python", "-c", is_fresh, f"{job.run_folder}/metrics.jsonl"]
     if job.run_folder is None:
         healthy = ["python", "-c", "import os; os.kill(1, 0)"]
-    compiler = "# Triton compiles with it while a training starts.\nRUN apt-get update \\\n"
-    compiler += (
+    compiler = (
+        "# Triton compiles with it while a training starts.\n"
+        "RUN apt-get update \\\n"
         "    && apt-get install -y --no-install-recommends 'gcc=4:12.2.*' 'libc6-dev=2.36-*' \\\n"
+        "    && rm -rf /var/lib/apt/lists/*\n"
     )
-    compiler += "    && rm -rf /var/lib/apt/lists/*\n"
     lines = [", ".join(map(json.dumps, line)) for line in by_lines(job.words("0", ""))]
+    # A Dockerfile expands $ and ends a string at a quotation mark.
     quoted = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in job.environment.items()}
     return {
         "VERSION": our_version(),
@@ -397,6 +405,7 @@ def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
     # The shell's variables, after the quoting of the words.
     for name, variable in {"@RANK@": "$SKYPILOT_NODE_RANK", "@FIRST@": "$first"}.items():
         lines = lines.replace(name, f'"{variable}"', 1)
+    # SkyPilot lists the nodes' addresses, the first node's first.
     find_first = 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
     environment = "".join(f"  {name}: {quoted(value)}\n" for name, value in job.environment.items())
     # The nodes write one checkpoint together, which caches of a bucket do not show in time.

@@ -162,6 +162,7 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
         raise SettingsError(f"{{wait={config.wait:g}}} must be above 0 seconds and at most {10**6}")
     if config.max_restarts < 0:
         raise SettingsError(f"{{max_restarts={config.max_restarts}}} must be 0 or more")
+    # One machine needs no port that others know.
     port = config.master_port or (PORT if nodes > 1 else 0)
     count = count_processes(config.nproc_per_node)
     least, most = find_bounds(config, count * nodes)
@@ -225,6 +226,7 @@ def count_processes(text: str) -> int:
 
 def find_own_number(addresses: Sequence[str]) -> int:
     """Return the position of this machine's address in the list."""
+    # A machine with two networks may be there twice: then its number is not certain.
     own = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(own) != 1:
         which = f"none of --node-ips {','.join(addresses)} is"
@@ -256,6 +258,7 @@ def launch_flags_of(parallel: Parallel, world: World) -> list[str] | None:
     """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
     per_node = parallel.num_gpus_per_node
     nodes = parallel.num_nodes
+    # A rank of a launcher is there already; the flags may only say what it did.
     if world.launcher != "none":
         if per_node * nodes not in (1, world.size):
             raise SettingsError(

@@ -135,9 +135,8 @@ class Coordinator:
         """Read what the machines have written; return the time."""
         self.looked_at = now = time.monotonic()
         if len(self.came) < len(self.machines):
-            self.came = self.machines.keys() - set(
-                connect.find_missing(self.store, "machine", 0, len(self.machines))
-            )
+            missing = connect.find_missing(self.store, "machine", 0, len(self.machines))
+            self.came = self.machines.keys() - set(missing)
         came = sorted(self.came)
         texts = self.store.multi_get([f"machine/{n}" for n in came]) if came else []
         for n, text in zip(came, texts, strict=True):
@@ -146,6 +145,7 @@ class Coordinator:
 
     def publish(self, **changes: Any) -> None:
         self.decision = self.decision | changes
+        # The count comes after its decision: who has seen it finds what it counts.
         self.store.set("decision", json.dumps(self.decision))
         self.store.add("decisions", 1)  # which all machines read several times a second
 
@@ -162,6 +162,7 @@ class Coordinator:
         lost = []
         for n, (launcher, *_) in self.assignments.items():
             machine = self.machines[n]
+            # Another launcher under this number is a new start, whose ranks know nothing.
             if machine.id != launcher or not machine.is_there(now):
                 lost.append(n)
         return lost
@@ -193,6 +194,7 @@ class Coordinator:
         # A larger run may be possible with the machines that have come.
         usable = {n: ranks for n, (_, _, ranks) in self.assignments.items()}
         for n, machine in self.machines.items():
+            # There for some seconds already: several may come together, and each stop takes time.
             is_new = n not in usable and machine.state == FREE and machine.is_there(now)
             if is_new and now - machine.free_since > SETTLE_SECONDS:
                 usable[n] = machine.ranks
@@ -228,6 +230,7 @@ class Coordinator:
         failed = self.failures()
         restarts = self.decision["restarts"]
         for n, (_, _, ranks) in assignments.items():
+            # There, but with fewer devices than it had ranks.
             if n not in lost and free.get(n, 0) < ranks:
                 lost.append(n)
         reasons = self.explain(lost, free, choice[1] if choice else {})
@@ -367,6 +370,7 @@ class ElasticMeeting(agent.MachineMeeting):
     def read(self) -> dict[str, Any]:
         """Return machine 0's decision; raise RunOver if the run has ended, or nobody decides."""
         self.read_at = time.monotonic()
+        # Two launchers of one machine would both start its ranks.
         if self.is_replaced:
             raise RunOver(
                 UNAVAILABLE, f"another launcher came as machine {self.plan.node}; this one ends"
@@ -390,6 +394,7 @@ class ElasticMeeting(agent.MachineMeeting):
             if decision["number"] > self.decision["number"] and not decision["stop"]:
                 if assignment and assignment[0] == self.record["id"]:
                     break
+                # Said once, however often it is not chosen.
                 if not was_spare:
                     was_spare = True
                     say(
@@ -415,6 +420,7 @@ class ElasticMeeting(agent.MachineMeeting):
         beat = json.loads(self.ask(lambda: self.store.get("machine/0")))["beat"]
         if beat != self.first_beat[0]:
             self.first_beat = (beat, time.monotonic())
+        # Its store may answer while its launcher is stopped.
         elif time.monotonic() - self.first_beat[1] > 6 * SILENT_SECONDS:
             raise RunOver(
                 HANG,
@@ -454,6 +460,7 @@ class ElasticAgent(agent.Agent):
         _, first, ranks = decision["assignments"][str(self.plan.node)]
         spec.local_world_size = ranks
         spec.args = (*self.program, *decision["flags"])
+        # Machine 0 counts the restarts of all.
         self._remaining_restarts = spec.max_restarts - decision["restarts"]
         self.failed = {}
         world = decision["ranks"]
@@ -466,10 +473,12 @@ class ElasticAgent(agent.Agent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._pcontext is not None:
+            # All ranks are there, and can save together.
             if self.meeting.decision.get("orderly") and not self.failed:
                 self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
             else:
                 agent.stop_hopeless(self._pcontext)
+        # After a crash a device may be broken: count those that still compute.
         if self.uses_devices and self.failed and find_cause(self.failed)[1] not in LOST + STOPPED:
             self.meeting.announce(ranks=devices.show_answering(self.plan.processes))
 

@@ -108,6 +108,7 @@ def fit(
             name="ray",
         ),
     )
+    # Python handles signals in the main thread alone.
     is_main = threading.current_thread() is threading.main_thread()
     with host.handled([signal.SIGTERM] * is_main, lambda number, frame: notes.stop.remote()):
         try:
@@ -162,6 +163,7 @@ def set_variables(values: dict[str, str]) -> None:
 
 def find_address() -> tuple[str, int]:
     """Return this node's address and a free port."""
+    # The system chooses a port, which is free again when this socket closes.
     with socket.socket() as s:
         s.bind(("", 0))
         return ray.util.get_node_ip_address(), s.getsockname()[1]
@@ -182,6 +184,7 @@ def run_rank(job: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     size = context.get_world_size()
+    # The largest that these workers can be.
     shape = next(shape for shape in job["shapes"] if shape.ranks <= size)
     if rank >= shape.ranks:
         return  # idle: so many ranks would not fit the command
@@ -190,9 +193,9 @@ def run_rank(job: dict[str, Any]) -> None:
         "RANK": rank,
         "WORLD_SIZE": shape.ranks,
         "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": min(context.get_local_world_size(), shape.ranks),
         LAUNCHER_PID: os.getpid(),
     }
-    world["LOCAL_WORLD_SIZE"] = min(context.get_local_world_size(), shape.ranks)
     environ = os.environ | {name: str(value) for name, value in world.items()} | {ATTEMPT: why}
     words = [sys.executable, *build_program(job["command"]), *shape.flags]
     _child = subprocess.Popen(words, env=environ, cwd=job["folder"])
@@ -204,6 +207,7 @@ def run_rank(job: dict[str, Any]) -> None:
             asked = time.monotonic()
             if ray.get(notes.read.remote())[0] and not _is_stopped:
                 _child.terminate()
+                # It is asked to save once, and not again within that time.
                 asked += GRACE_SECONDS
     if (code := _child.returncode) == DONE or _is_stopped:
         return
@@ -211,6 +215,7 @@ def run_rank(job: dict[str, Any]) -> None:
     if is_final(code) or (is_stopping and exit_status(code) == SIGTERM):
         ray.get(notes.end.remote(exit_status(code)))
         return
+    # Another rank may say why, which ends the run; a failure here would start it again.
     if code in LOST:
         time.sleep(CAUSE_SECONDS)
         if ray.get(notes.read.remote())[1] is not None:

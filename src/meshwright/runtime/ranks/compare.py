@@ -37,11 +37,16 @@ def require_equal(team: Team, own: dict[str, Any]) -> None:
     lines = [
         "the ranks were started differently; give all of them the same command, files and versions:"
     ]
+
+    # A line for each value that differs.
     for name, values in holders.items():
         each = []
         for value, spans in values.items():
-            is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
-            each.append(f"{value} on {'rank' if is_one else 'ranks'} {_format(spans)}")
+            first, last = spans[0]
+            noun = "ranks"
+            if len(spans) == 1 and first == last:
+                noun = "rank"
+            each.append(f"{value} on {noun} {_format(spans)}")
         if len(each) > LISTED:
             each[LISTED:] = [f"{len(each) - LISTED} more values"]
         lines.append(f"{name}: {', '.join(each)}")
@@ -67,6 +72,7 @@ def _common_hashes(tables: list[dict[str, str]]) -> dict[str, str]:
     """Return the hash of each value that some ranks have in common."""
     common = {}
     for name in dict.fromkeys(itertools.chain(*tables)):
+        # A rank that lacks the value differs from those that have it.
         found = {table.get(name, DIFFERS) for table in tables}
         common[name] = found.pop() if len(found) == 1 else DIFFERS
     return common
@@ -95,6 +101,7 @@ def _join_spans(before: Spans, after: Spans) -> Spans:
         return before + after
     last = before[-1]
     following = after[0]
+    # Neighbours in number become one span, so lists stay short in a large run.
     if last[1] + 1 != following[0]:
         return before + after
     return [*before[:-1], [last[0], following[1]], *after[1:]]
@@ -106,7 +113,9 @@ def _format(spans: Spans) -> str:
         named.append(str(first) if first == last else f"{first}-{last}")
     text = ", ".join(named)
     more = sum(last - first + 1 for first, last in spans[SPANS:])
-    return f"{text} and {more:,} more" if more else text
+    if more:
+        text += f" and {more:,} more"
+    return text
 
 
 def format_ranks(numbers: list[int]) -> str:

@@ -74,6 +74,7 @@ def join_ranks(
         return Team()
     timeout = WATCHED if is_watched else timedelta(minutes=timeout_minutes)
     until = deadline(START_SECONDS if seconds is None else seconds)
+    # On a CPU no rank has a device of its own.
     bound = device if device is not None and device.type != "cpu" else None
     if backend != "gloo" and ":" not in backend:
         assert device is not None
@@ -99,6 +100,7 @@ def _meet_and_connect(
 ) -> tuple[PrefixStore, tuple[ProcessGroup, ...]]:
     """Return the run's store and the team's groups; raise UserError soon after the deadline."""
     server = f"rank 0, or its launcher, at {world.address}:{world.port}"
+    # First all ranks find one another on the store; then they connect, and meet again.
     store, end = within(until, lambda: _meet_on_store(world, until), server)
     store.set_timeout(timeout)
     connecting = _in_thread(lambda: _connect_groups(world, backend, store, timeout, device))
@@ -231,6 +233,7 @@ def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Eve
         with no_stderr():
             store.set(f"word/{store.add('words', 1)}", word)
         pause = 0.02
+        # Rank 0 may come later, and answers those who are here by then.
         while not _has(store, f"answer/{word}"):
             if time.monotonic() > until:
                 raise UserError(
@@ -261,6 +264,7 @@ def require_own_devices(team: Team, device: torch.device) -> None:
     name = f"{devices.device_identity(device)} of {socket.gethostname()}"
     store = team.store
     assert store is not None
+    # The first rank of each device leaves its number there.
     first = int(store.compare_set(f"device/{name}", "", str(team.rank)))
     holders = {} if first == team.rank else {name: [first, team.rank]}
     holders = team.merge(holders, _join_holders)
@@ -328,13 +332,18 @@ def connect_store(address: str, port: int, serves: bool, until: float, who: str)
         thread.join(max(until - time.monotonic(), 1.0) + 5)
     if stores:
         return stores[0]
+    # Another program took the port between our look and torch's own.
     if errors and "EADDRINUSE" in str(errors[0]):
         raise _occupied(port)
-    why = f"{address}:{port} answers, but not as {who} of this run; see whether {who} is stopped, or choose another "
-    why += "MASTER_PORT or --master-port"
+    why = (
+        f"{address}:{port} answers, but not as {who} of this run; see whether {who} is stopped, or choose another "
+        "MASTER_PORT or --master-port"
+    )
     if serves:
-        why = f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
-        why += f"this machine ({socket.gethostname()})"
+        why = (
+            f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
+            f"this machine ({socket.gethostname()})"
+        )
     raise UserError(why, UNAVAILABLE)
 
 
@@ -438,6 +447,7 @@ def _await_verdict(
     began = time.monotonic()
     is_silent = number == 0
     _arrive(store, number, size, until, noun)
+    # Looks become rarer, the more so in a large run, whose ranks all ask one store.
     pause = 0.01
     longest = max(0.25, size / LOOKS)
     listed_at = until
@@ -456,14 +466,11 @@ def _await_verdict(
                 lists = store.add(f"lists {turn}", 1) == 1
             if lists:
                 missing = _find_missing(store, size)
-                came = (
-                    f"{size - len(missing)} of {size} {noun}s {'connected' if have_met else 'came'}"
-                )
-                gone = (
-                    f"missing: {noun} {format_ranks(missing)}"
-                    if missing
-                    else "one of them has exited"
-                )
+                came = f"{size - len(missing)} of {size} {noun}s "
+                came += "connected" if have_met else "came"
+                gone = "one of them has exited"
+                if missing:
+                    gone = f"missing: {noun} {format_ranks(missing)}"
                 cure = f"Start it, or see in its log why it ended{advice}"
                 if have_met:
                     cure = "It came, and then stopped or ended; see its log"
@@ -478,11 +485,13 @@ def _arrive(store: Store, number: int, size: int, until: float, noun: str) -> No
     with no_stderr():
         first_size = int(store.compare_set("size", "", str(size)))
         if first_size != size:
-            problem = f"{noun} {number} was started as one of {size} {noun}s, others as one of {first_size}"
-            _set_verdict(store, f"{problem}; give all the same number", USAGE)
+            mine = f"{noun} {number} was started as one of {size} {noun}s"
+            problem = f"{mine}, others as one of {first_size}; give all the same number"
+            _set_verdict(store, problem, USAGE)
         elif store.add(f"arrived/{number}", 1) > 1:
             problem = f"two processes came as {noun} {number} of {size}; give each its own number"
-            _set_verdict(store, f"{problem}, or choose another port if another run uses this one")
+            problem += ", or choose another port if another run uses this one"
+            _set_verdict(store, problem)
         elif store.add("count", 1) == size:
             _set_verdict(store, "", left=until - time.monotonic())
 
@@ -498,6 +507,7 @@ def find_missing(store: Store, key: str, first: int, end: int) -> list[int]:
         return []
     if end - first == 1:
         return [first]
+    # Halves: few questions for few that are missing, however many ranks there are.
     middle = (first + end) // 2
     return find_missing(store, key, first, middle) + find_missing(store, key, middle, end)
 
@@ -535,6 +545,7 @@ def _choose_interface(address: str, port: int) -> None:
         return
     import fcntl
 
+    # The interface whose own address the route to rank 0 begins at.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((socket.gethostbyname(address), port))  # sends nothing; it looks up the route
         own = s.getsockname()[0]

@@ -12,7 +12,18 @@ import contextlib
 import os
 
 # In the order in which a step passes through them.
-PHASES = "startup data forward-backward optimizer log validation samples scores save end".split()
+PHASES = (
+    "startup",
+    "data",
+    "forward-backward",
+    "optimizer",
+    "log",
+    "validation",
+    "samples",
+    "scores",
+    "save",
+    "end",
+)
 PHASE_BYTES = 120
 
 

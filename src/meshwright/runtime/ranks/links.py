@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,13 @@ class Link:
 
 def pairs_of(size: int) -> list[tuple[int, int]]:
     """Return the pairs to measure; of many ranks those whose numbers differ by powers of two."""
-    distances = (
-        range(1, size) if size <= ALL_PAIRS else [1 << n for n in range((size - 1).bit_length())]
-    )
-    return sorted((a, a + distance) for distance in distances for a in range(size - distance))
+    distances: Sequence[int] = range(1, size)
+    if size > ALL_PAIRS:
+        distances = [1 << n for n in range((size - 1).bit_length())]
+    pairs = []
+    for distance in distances:
+        pairs += [(a, a + distance) for a in range(size - distance)]
+    return sorted(pairs)
 
 
 def rounds_of(size: int) -> list[list[tuple[int, int]]]:
@@ -63,10 +67,10 @@ def measure_links(team: Team, device: torch.device) -> list[Link]:
     for pairs in rounds_of(team.size):
         for a, b in pairs:
             if team.rank in (a, b):
-                latency, bandwidth = measure_pair(
-                    b if team.rank == a else a, team.rank == a, device
-                )
-                if team.rank == a:
+                is_first = team.rank == a
+                other = b if is_first else a
+                latency, bandwidth = measure_pair(other, is_first, device)
+                if is_first:  # both have measured the same
                     measured.append([a, b, latency, bandwidth])
         team.wait()  # the others keep the link free
     every = sorted(values for rows in team.gather(measured) for values in rows)

@@ -56,7 +56,8 @@ def error_to_report(error: Exception, world: World, minutes: float) -> Exception
     elif world.local_rank:  # the first rank of each machine prints it
         time.sleep(REPORT_SECONDS)
         message = ""
-    reported.args, reported.everywhere = (message,), True
+    reported.args = (message,)
+    reported.everywhere = True
     return reported
 
 
@@ -77,6 +78,7 @@ def is_lost_rank(error: BaseException) -> bool:
         return False
     import torch.distributed as dist
 
+    # By kind or by message, since torch has no kind of its own for gloo's.
     text = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True

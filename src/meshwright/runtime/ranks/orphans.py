@@ -32,9 +32,24 @@ DEEPSPEED = "CROSS_RANK"
 SLURM = "SLURM_PROCID"
 LAUNCH_VARIABLES = (TORCHRUN, DEEPSPEED, "OMPI_COMM_WORLD_RANK", "PMI_RANK", SLURM)
 # No launchers, even if a child has variables that these lack: who leaves a shell leaves a run.
-NO_LAUNCHERS = set(
-    "sh bash dash zsh fish ksh csh tcsh tmux screen sshd login su sudo init systemd".split()
-)
+NO_LAUNCHERS = {
+    "sh",
+    "bash",
+    "dash",
+    "zsh",
+    "fish",
+    "ksh",
+    "csh",
+    "tcsh",
+    "tmux",
+    "screen",
+    "sshd",
+    "login",
+    "su",
+    "sudo",
+    "init",
+    "systemd",
+}
 
 _watched = False
 
@@ -50,6 +65,7 @@ def die_with_launcher() -> None:
         return
     elif pids := launchers(os.environ):
         _watched = True
+        # torchrun forks its ranks from its main thread, so the kernel can do it.
         if TORCHRUN in os.environ and len(pids) == 1:
             _die_with_parent(pids[0])
         threading.Thread(target=_end_with, args=(pids,), name="launcher", daemon=True).start()
@@ -72,9 +88,7 @@ def _die_with_parent(launcher: int) -> None:
 
 def _has_lost_torchrun(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun, an ancestor while it lives, ended before this process looked."""
-    if not all(
-        name in environ for name in (TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK")
-    ):
+    if not {TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK"} <= environ.keys():
         return False
     pid = os.getppid()
     while pid > 1:
@@ -123,6 +137,7 @@ def _inspect(pid: int) -> tuple[str, int, dict[str, str]]:
 
     Those of another user's process, such as Slurm's daemon, cannot be read; they count as none.
     """
+    # pid (name) state parent ...: the name may hold brackets.
     name, _, rest = _read_proc(pid, "stat").partition(b" (")[2].rpartition(b") ")
     pairs = (pair.partition("=") for pair in os.fsdecode(_read_proc(pid, "environ")).split("\0"))
     fields = rest.split()

@@ -105,6 +105,7 @@ class Team:
         if self.size == 1:
             return act()
         results: list[T] = []
+        # Only the outcome travels: a result need not be JSON.
         outcome, defect = self._try(lambda: results.append(act()))
         _settle(self.merge(outcome, _first_error_or(lambda values: None)), defect)
         return results[0]
@@ -133,8 +134,9 @@ class Team:
             below = BRANCHES**level  # ranks that get their values through one of the group
             if group.rank():
                 dealt = _receive(group, 0)
-            for number in range(1, group.size() if not group.rank() else 0):
-                _send(group, number, dealt[number * below : (number + 1) * below])
+            else:
+                for number in range(1, group.size()):
+                    _send(group, number, dealt[number * below : (number + 1) * below])
         heartbeat.tick()
         return dealt[0]
 
@@ -145,8 +147,9 @@ class Team:
         for group in reversed(self._connections):
             if group.rank():
                 group.recv([x], 0, 0).wait()
-            for number in range(1, group.size() if not group.rank() else 0):
-                group.send([x], number, 0).wait()
+            else:
+                for number in range(1, group.size()):
+                    group.send([x], number, 0).wait()
         heartbeat.tick()
 
     def sum(self, x: torch.Tensor) -> None:
@@ -154,8 +157,9 @@ class Team:
         for group in self._connections:
             if group.rank():
                 group.send([x], 0, 0).wait()
+                continue
             other = x.new_empty(x.shape)
-            for number in range(1, group.size() if not group.rank() else 0):
+            for number in range(1, group.size()):
                 group.recv([other], number, 0).wait()
                 x += other
         self.broadcast(x)
@@ -177,9 +181,8 @@ class Team:
             if group.rank():
                 _send(group, 0, value)
             else:
-                value = combine(
-                    [value, *(_receive(group, number) for number in range(1, group.size()))]
-                )
+                others = [_receive(group, number) for number in range(1, group.size())]
+                value = combine([value, *others])
         heartbeat.tick()
         return value
 
@@ -189,8 +192,9 @@ class Team:
         for group in reversed(self._connections):
             if group.rank():
                 value = _receive(group, 0)
-            for number in range(1, group.size() if not group.rank() else 0):
-                _send(group, number, value)
+            else:
+                for number in range(1, group.size()):
+                    _send(group, number, value)
         heartbeat.tick()
         return value
 
@@ -231,6 +235,7 @@ def tree_of(rank: int, size: int) -> list[range]:
     groups = []
     step = 1
     while step < size and rank % step == 0:
+        # A group of every `step`-th rank; its first rank is in one of the next level, too.
         first = rank - rank % (step * BRANCHES)
         groups.append(range(first, min(first + step * BRANCHES, size), step))
         step *= BRANCHES
@@ -247,6 +252,7 @@ def _first_error_or(
     """Return what combines outcomes: the first error, else the combination of their values."""
 
     def act(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+        # The first in the order of the ranks, so that all raise the same.
         failed = next((outcome for outcome in outcomes if "error" in outcome), None)
         return failed or {"value": combine([outcome["value"] for outcome in outcomes])}
 
@@ -256,7 +262,9 @@ def _first_error_or(
 def _send(group: ProcessGroup, number: int, value: Any) -> None:
     import torch
 
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    # Its length first: who receives must have a tensor of that size.
+    data = bytearray(json.dumps(value).encode())
+    text = torch.frombuffer(data, dtype=torch.uint8)
     group.send([torch.tensor([text.numel()])], number, 0).wait()
     group.send([text], number, 0).wait()
 
@@ -282,6 +290,7 @@ def _settle(outcome: dict[str, Any], defect: Exception | None) -> Any:
 
 def _rebuild_error(outcome: dict[str, Any]) -> UserError:
     """Rebuild another rank's error, with its class."""
+    # A subclass may take other arguments, so its constructor is passed over.
     kind = next((k for k in UserError.__subclasses__() if k.__name__ == outcome["kind"]), UserError)
     error = kind.__new__(kind)
     UserError.__init__(error, outcome["error"], outcome["status"], everywhere=True)

@@ -152,13 +152,11 @@ class Watchdog:
         self.own_post: Post | None = None
         # what all have posted, with their machines
         self.board: list[tuple[str, int, float, float]] | None = None
-        self.stacks = (
-            os.memfd_create(f"stacks-{world.rank}")
-            if WAKING_SIGNALS and hasattr(os, "memfd_create")
-            else -1
-        )
+        self.stacks = -1
         self.obeys = False
-        if self.stacks >= 0:
+        if WAKING_SIGNALS and hasattr(os, "memfd_create"):
+            # In memory, so that a neighbour can read it whatever has happened to the disk.
+            self.stacks = os.memfd_create(f"stacks-{world.rank}")
             os.lseek(self.stacks, heartbeats.PHASE_BYTES, os.SEEK_SET)
             heartbeat.shown_in = self.stacks
             faulthandler.register(WAKING_SIGNALS[0], self.stacks, all_threads=True, chain=False)
@@ -212,6 +210,7 @@ class Watchdog:
                 if self.first is None and self.store.check(["who/0"]):
                     self.first = json.loads(self.store.get("who/0"))
                 if self.wants_to_read != is_reader:
+                    # Few ranks read all signs at once, for the store's sake; one verdict is enough.
                     readers = self.store.add("readers", 1 if self.wants_to_read else -1)
                     is_reader = self.wants_to_read and readers <= MOST_READERS
                     if self.wants_to_read and not is_reader:
@@ -219,11 +218,13 @@ class Watchdog:
                 if is_reader:
                     self.read_others()
                 if is_reader and self.sign.waiting > self.limit and (verdict := self.decide()):
+                    # The first verdict counts, whoever comes to it.
                     self.store.compare_set("verdict", "", json.dumps(verdict))
                 self.exchange_posts()
                 if self.store.check(["verdict"]):
                     self.verdict = json.loads(self.store.get("verdict"))
                 self.answered = time.monotonic()
+            # Near the time-out a rank looks more often, so that all end soon after the verdict.
             pause = self.every if self.sign.waiting < self.limit / 2 else min(self.every, 1.0)
 
     def read_others(self) -> None:
@@ -232,15 +233,20 @@ class Watchdog:
         for rank in range(self.world.size):
             sign = Sign(*signs[rank]) if rank in signs else None
             before = self.others.get(rank)
+            # A sign is new if it differs at all: its number grows with each.
             if before is None or before[0] != sign:
                 self.others[rank] = sign, now
 
     def read_all(self, key: str) -> dict[int, Any]:
         """Return what the ranks have written under a key, by rank."""
+        # To get a key that nobody has set would wait for it.
         missing = set(find_missing(self.store, key, 0, self.world.size))
         ranks = [rank for rank in range(self.world.size) if rank not in missing]
         texts = self.store.multi_get([f"{key}/{rank}" for rank in ranks])
-        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+        found = {}
+        for rank, text in zip(ranks, texts, strict=True):
+            found[rank] = json.loads(text)
+        return found
 
     # Posts: times of steps (training/health/stragglers.py), on the way to rank 0
 
@@ -291,6 +297,7 @@ class Watchdog:
         """See where the training's thread is, and since when."""
         now = time.monotonic()
         ticks = self.heartbeat.ticks
+        # This thread itself did not run for so long: the process had been stopped.
         if now - self.looked > self.quiet:
             self.woken = self.entered = now
         self.looked = now
@@ -298,6 +305,7 @@ class Watchdog:
         if frame is None:
             return
         position = (ticks, id(frame), frame.f_lasti)
+        # A compiler makes no ticks, and may take minutes.
         if ticks != self.ticks or is_compiling(frame):
             self.ticks = ticks
             self.moved = now
@@ -306,6 +314,7 @@ class Watchdog:
             self.position = position
             self.entered = now
             self.used = used
+        # Data come from this rank's own processes and disks.
         waits = self.heartbeat.phase != "data" and may_wait_for_ranks(frame)
         waiting = min(now - self.entered, now - self.moved) if waits else 0.0
         self.sign = Sign(
@@ -353,6 +362,7 @@ class Watchdog:
             signs[rank] = before._replace(
                 doing=doing or before.doing, call="a place that its stacks show"
             )
+        # The lowest live rank of each machine prints.
         printers = {}
         for rank in sorted(live, reverse=True):
             printers[who[rank]["host"] if rank in who else ""] = rank
@@ -380,15 +390,14 @@ class Watchdog:
 
         others = [rank for rank in signs if rank not in named]
         whom = "it" if len(named) == 1 else "them"
-        waited = (
-            f"the others waited {self.limit:.0f} s for {whom}: {places(others)}"
-            if others
-            else "nothing moved"
-        )
+        waited = "nothing moved"
+        if others:
+            waited = f"the others waited {self.limit:.0f} s for {whom}: {places(others)}"
+        hang = places(named, " hangs" if len(named) == 1 else " hang")
+        stacks = self.folder / "stacks-rank*.txt" if self.folder else "below"
         return (
-            f"{places(named, ' hangs' if len(named) == 1 else ' hang')} ({why}); {waited} "
-            f"(--distributed-timeout-minutes {self.minutes:g}); stacks: "
-            f"{self.folder / 'stacks-rank*.txt' if self.folder else 'below'}"
+            f"{hang} ({why}); {waited} (--distributed-timeout-minutes {self.minutes:g}); "
+            f"stacks: {stacks}"
         )
 
     def without_store(self) -> HangVerdict:
@@ -433,6 +442,7 @@ class Watchdog:
         if prints:
             write_text(2, f"meshwright train: error: {verdict['text']}\n")
         self.dump(prints)
+        # The record may go to a disk or a network that hangs as well.
         reporting = threading.Thread(target=self.record, args=(verdict["text"],), daemon=True)
         reporting.start()
         if prints:
@@ -452,8 +462,10 @@ class Watchdog:
 
     def dump(self, prints: bool) -> None:
         """Write the stacks of all threads into the run's folder, or to stderr if there is none."""
-        head = f"rank {self.world.rank}, process {os.getpid()} on {socket.gethostname()}: {self.sign}\n"
-        head += f"the training's thread is 0x{self.thread:016x}\n"
+        head = (
+            f"rank {self.world.rank}, process {os.getpid()} on {socket.gethostname()}: {self.sign}\n"
+            f"the training's thread is 0x{self.thread:016x}\n"
+        )
         fd = 2
         with contextlib.suppress(OSError):
             if self.folder is not None and self.folder.is_dir():
@@ -473,6 +485,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if not is_neighbour(who):
                 return
+            # By the descriptor: the file has no name.
             with open(f"/proc/{pid}/fd/{who['stacks']}", errors="replace") as memory:
                 for number in WAKING_SIGNALS if who["obeys"] else WAKING_SIGNALS[:1]:
                     os.kill(pid, number)
@@ -524,6 +537,7 @@ def started(pid: int) -> str:
     """Return what only this process has: its PID's namespace and start time; "" if it is gone."""
     try:
         space = os.readlink(f"/proc/{pid}/ns/pid")
+        # The name of the program may hold spaces and brackets; the fields follow its last one.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -615,6 +629,7 @@ def may_wait_for_ranks(frame: FrameType) -> bool:
     """
     file = frame.f_code.co_filename
     at = dis.opname[frame.f_code.co_code[max(frame.f_lasti, 0)]]
+    # Python gives way to other threads at jumps and where a function begins: a loop is found there.
     if "JUMP" in at or "RESUME" in at:
         return False
     if "/torch/" in file:

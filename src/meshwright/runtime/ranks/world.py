@@ -43,6 +43,7 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
         return _by_torch(environ, local_rank)
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _by_mpi(environ, "OpenMPI", "OMPI_COMM_WORLD_")
+    # srun may set PMI's variables too; then they say the same as its own.
     pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
     if pmi[0] is not None and pmi != (environ.get("SLURM_PROCID"), environ.get("SLURM_NTASKS")):
         return _by_mpi(environ, "MPI", "PMI_")
@@ -85,6 +86,7 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
             local_rank = rank if one_node else 0
         if given_size is None:
             local_size = max(local_size, local_rank + 1)
+    # Who started it, for messages and for those that behave otherwise under one.
     by = "deepspeed" if "CROSS_RANK" in environ else VARIABLES
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is not None:
@@ -117,6 +119,7 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
             raise UserError(
                 f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there"
             )
+        # Processes of one job have its number in common, or their parent on one node.
         port = _port(job or str(os.getppid()))
     if local_rank is None:
         local_rank = rank

@@ -1,11 +1,11 @@
 """`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
 
-On a GPU the divisor of each rank's batch that the plan finds the largest to fit is tried first, and
-kept if it fits and no larger one would by its measured bytes. Otherwise, and without a plan, the
-slope decides, since activation memory grows linearly with the micro-batch size: after trial passes
-with one and two samples, the divisors that should fit are tried, largest first. On a CPU, where
-running out of memory ends the process and torch keeps no peak, the bytes of the live tensors are
-counted instead.
+A size must divide each rank's batch. On a GPU the largest divisor that fits by the plan is tried
+first, and kept if it does fit and its measured bytes leave no room for the next. Otherwise, and
+without a plan, trial passes with one and two samples give the slope, since activation memory grows
+linearly with the micro-batch size, and the divisors that should fit are tried, largest first. On a
+CPU, where running out of memory ends the process and torch keeps no peak, the bytes of live tensors
+are counted instead, and no size is tried.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from meshwright.training.sizes import logits_bytes, state_bytes
 def require_memory(
     config: TrainConfig, padded: int, pipeline_rank: int, device: torch.device
 ) -> None:
-    """Refuse a run whose state and logits of one micro-batch cannot fit, before allocating."""
+    """Refuse, before anything is allocated, a run whose state and logits alone cannot fit."""
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
-    # These two are certain and large; other activations depend on recomputation and kernels.
+    # Both are certain and large; other activations depend on recomputation and kernels.
     state = state_bytes(config, padded, pipeline_rank, device.type)
     logits = logits_bytes(config, padded, pipeline_rank)
     if state + logits > have:
@@ -85,7 +85,7 @@ def fit_micro_batch(
             places.int() // 64 if resets_attention else None,
         )
         net.store.begin_backward(False)  # send nothing: another rank may have run out of memory
-        # The loss is not divided: its value is of no interest, and nothing is updated.
+        # Nothing is updated, so the loss needs neither divisor nor scale.
         with devices.on_stream(net.stream):
             b = batch.to(net.device)
             terms = sum_terms(net, b, forward_part(net, net.parts[0], b, t.seed))
@@ -95,13 +95,13 @@ def fit_micro_batch(
         part.train()
     is_planned = net.device.type == devices.NVIDIA and isinstance(net.parts[0], GPT)
     forecast = find_forecast() if is_planned else None
-    # A size that the plan predicts is tried first, which saves most of the attempts.
+    # With a plan most attempts are saved: the size that it predicts is tried first.
     planned = (
         functools.partial(forecast.planned_bytes, config, vocab[1])
         if forecast is not None
         else None
     )
-    # Scales of fp8 would learn from random ids; a trial puts them back.
+    # Random ids would leave their mark on fp8's scales; a trial puts the scales back.
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
         size, message = find_largest(attempt, sizes, net.device, preferred, planned)
@@ -126,7 +126,7 @@ def find_largest(
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     divisors = sorted({*small, *(common // n for n in small)})
 
-    # On a CPU by the slope between one sample and three, since an attempt must not fail there.
+    # On a CPU, where no attempt may fail, one and three samples give the slope, which decides.
     if device.type == "cpu":
         each = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2
         have = devices.free_memory(device)
@@ -134,7 +134,7 @@ def find_largest(
         size = preferred if preferred in fitting else max(fitting, default=1)
         return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
 
-    # On a GPU by attempts: the size before, the planned one, then what the slope promises.
+    # On a GPU, try the size of the resumed run, then the planned one, then what the slope promises.
     have = devices.free_memory(device)
     if preferred in divisors and try_size(attempt, preferred, device) is not None:
         return preferred, "as before"
@@ -160,7 +160,7 @@ def try_planned(
     device: torch.device,
     planned: Callable[[int], int],
 ) -> int | None:
-    """Return the largest size that is planned to fit, if it does and no larger one can."""
+    """Return the largest size that fits by the plan, if it does fit and no larger one can."""
     most = MEMORY_SHARE * devices.free_memory(device)
     place = bisect.bisect_right(divisors, most, key=planned)
     if not place:
@@ -169,7 +169,7 @@ def try_planned(
     used = try_size(attempt, size, device)
     if used is None or used > most:
         return None
-    # By as much as the plan was wrong here it will be wrong for the next size.
+    # The plan is taken to be wrong by the same factor for the next size.
     fits_more = any(used / planned(size) * planned(n) <= most for n in larger)
     return None if fits_more else size
 
@@ -204,7 +204,7 @@ class Peak(TorchDispatchMode):
         return out
 
     def _note(self, x: Tensor) -> None:
-        # A view has the storage of its base, which is counted until the last of them is freed.
+        # Views share their base's storage, which counts once, until the last of them is freed.
         storage = x.untyped_storage()
         if storage not in self.counted:
             self.counted[storage] = size = storage.nbytes()

@@ -1,8 +1,8 @@
 """Set up one rank of many in this process, without the other ranks and without its device.
 
-`meshwright train --dry-run --rank R --world-size N` ends here. The code is that of a run: the
-layout's process groups, which torch fakes, and the network and the parameter store, on the meta
-device. So what the set-up of a rank costs, and what it refuses, is known before N ranks start.
+`meshwright train --dry-run --rank R --world-size N` ends here. It runs a run's own code: the
+layout's process groups, which torch fakes, and the network with its parameter store, on the meta
+device. So the cost of a rank's set-up, and its errors, are known before N ranks start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.training.network import Spec, build_network
 from meshwright.training.state.resume import open_options
 
 PLACES = dict(zip(DIMENSIONS, ("pipeline", "replica", "data", "context", "tensor"), strict=True))
-NAMED = 4  # ranks or files of a line
+NAMED = 4  # ranks or files that a line names
 
 
 def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
@@ -38,7 +38,7 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
         raise SettingsError(
             f"{{rank={rank}}} does not fit {{world_size={world}}}; ranks count from 0 to {world - 1}"
         )
-    # What this costs says what the set-up of a rank will cost the host.
+    # The time and memory that this takes are what a rank's set-up will take on its host.
     before, began = peak_memory(), time.perf_counter()
     # The fake backend makes groups of any size in one process, and sends nothing.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -75,8 +75,7 @@ def without_device(config: TrainConfig) -> TrainConfig:
 
 
 def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[str]:
-    """Return a line about the memory of the rank, if there is a plan."""
-    # The plan is an app, which may not be installed.
+    """Return a line about the rank's memory, if the plan is installed."""
     forecast = find_forecast()
     if forecast is None:
         return []
@@ -94,7 +93,7 @@ def describe_place(layout: Layout) -> str:
 
 
 def describe_ranks(ranks: list[int]) -> str:
-    """Return the ranks of a group; of many, the first ones and the last."""
+    """Return the ranks of a group in words; of many, the first ones and the last."""
     if len(ranks) <= NAMED:
         return f"ranks {', '.join(map(str, ranks))}"
     first = ", ".join(map(str, ranks[: NAMED - 1]))
@@ -102,7 +101,7 @@ def describe_ranks(ranks: list[int]) -> str:
 
 
 def describe_files(config: TrainConfig, named: TensorBoxes) -> Iterator[str]:
-    """Yield what a rank with these tensors reads: token files, and those of a checkpoint."""
+    """Yield the files that a rank with these tensors reads: of tokens, and of a checkpoint."""
     for prefix in prefixes(config.data):
         yield f"{prefix}.idx and, through a map, {prefix}.bin"
     if not config.checkpoint.load:

@@ -66,15 +66,15 @@ def require_equal_ranks(
 
 
 def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> int:
-    """Check settings, files and sizes; print what would run, without torch for a CPU.
+    """Check settings, files and sizes, and print what would run; for a CPU, without torch.
 
-    `start` is another program's checkpoint of --load, which was opened before. Nothing is written,
-    except local copies of what is in object storage. The status is USAGE if
-    the run is for this machine, not for another --world-size, and does not fit its memory.
+    `start` is another program's checkpoint of --load, if it was opened before. Nothing is written
+    but local copies of what is in object storage. The status is USAGE if the run is for this
+    machine, not for another --world-size, and does not fit its memory.
     """
     set_stream("stdout")
 
-    # Settings: what is wrong ends the dry run, what is missing for a real run is listed at the end.
+    # Settings: a wrong one ends the dry run; those that a run still needs are listed at the end.
     require(checks.problems(config, needs_data=False))
     require_folders(config)
     bring_files(config)
@@ -87,7 +87,7 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
     note_kept_model(config.checkpoint)
     note_texts(config.checkpoint)
 
-    # Data and vocabulary. Without a tokenizer the sizes below are those with GPT-2's.
+    # Data and vocabulary. Without a tokenizer, sizes are counted with GPT-2's vocabulary.
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:
@@ -112,7 +112,7 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
         for indexed in files:
             check_vocabulary(indexed, size)
 
-    # Sizes, and what the run continues from.
+    # Sizes, and the checkpoint that the run continues from.
     lack = print_sizes(config, size)
     tokens = sum(len(indexed.tokens) for indexed in files)
     if files and tokens < config.global_batch * (d.seq_length or 0):
@@ -127,7 +127,7 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
 
         show("\n".join(describe_rank(config, size, padded_for(config, size))))
 
-    # What is still missing, and whether it will fit this machine.
+    # Settings that are still missing, and whether the run will fit this machine.
     for problem in later:
         show(f"required before the run can start: {problem}")
     forecast = None if lack else find_forecast()
@@ -139,16 +139,16 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
 
-    # The status answers for this machine alone.
+    # The status is about this machine alone.
     does_fit = not lack and (verdict is None or verdict[0])
-    # With --world-size, also of 1, a run is for other machines, unless its ranks were started.
+    # With --world-size, even 1, a run is for other machines unless several ranks were started.
     planned = config.parallel.world_size
     is_for_here = planned is None or planned == world.size > 1
     return USAGE if is_for_here and not does_fit else DONE
 
 
 def print_sizes(config: TrainConfig, vocab: int) -> str:
-    """Print the parameters, the work and the memory of the run; return why it cannot fit, if so."""
+    """Print the run's parameters, work and memory; return why it cannot fit, "" if it may."""
     m, seq, padded = config.model, config.data.seq_length, padded_for(config, vocab)
     assert seq
     n = counts.parameters(m, padded, m.max_position_embeddings or seq)

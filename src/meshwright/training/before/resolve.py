@@ -111,18 +111,18 @@ class Caller:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that is decided, on one rank: nothing of it changes later."""
+    """A run as it was decided, on one rank; nothing of it changes later."""
 
     config: TrainConfig
     vocabulary: Vocabulary
     caller: Caller = Caller()
-    # what is equal on all ranks, if they are several
+    # What must be equal on all ranks, if there are several.
     identity: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # as Megatron's log names them
     problem: UserError | None = None  # of this rank's files; raised when all ranks have met
     world: World = World()
     command: list[str] = field(default_factory=list)
-    # older names that were given, as Megatron's files have
+    # Settings that were given under older names, as Megatron's files have them.
     switches: dict[str, bool] = field(default_factory=dict)
 
     @property
@@ -136,9 +136,9 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
 
 
 def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig, Source | None]:
-    """Complete the settings; return also the checkpoint of another program that was opened for it.
+    """Complete the settings; also return another program's checkpoint that was opened for this.
 
-    The run loads that without opening it again. One of ours is opened anew, to verify its files.
+    The run loads it without opening it again. One of ours is opened anew, to verify its files.
     """
     load = parsed.config.checkpoint.load
     source = open_start(parsed.config) if load else None
@@ -146,7 +146,7 @@ def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig,
         return parsed.config, None
     config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)), source)
 
-    # What the checkpoint has changed is named as its own in errors and in --print-config.
+    # Errors and --print-config say that these settings come from the checkpoint.
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
@@ -159,7 +159,7 @@ def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig,
 
 
 def note_export(parsed: flags.Parsed[TrainConfig], config: TrainConfig) -> None:
-    """Say before a training by a recipe whether its model will have no export."""
+    """Say before a training by a recipe if its model cannot be exported."""
     if parsed.recipe:
         from meshwright.checkpoint import exports
         from meshwright.checkpoint.huggingface.writer import export_notices
@@ -181,7 +181,7 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
         for prefix in prefixes:
             if Path(prefix).is_absolute() or Path(f"{prefix}.idx").exists():
                 continue
-            # The folder of the start is where both the data and the run's folder are found.
+            # The run was started where both the data and the run's folder are found.
             starts = (
                 f for f in folder.parents if Path(f, f"{prefix}.idx").exists() and f / run == folder
             )
@@ -202,7 +202,7 @@ def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
         for problem in check_model.architecture_problems(config.model, config.data)
         if not inherited.keys().isdisjoint(problem.about)
     ]
-    if "max_position_embeddings" in inherited:  # nobody gave it, so it is said where it is from
+    if "max_position_embeddings" in inherited:  # nobody gave it, so the error says whose it is
         made = f"the model of {plain(load)} was made for {config.model.max_position_embeddings} positions"
         text = f"{made}, and {stated(config.data, 'seq_length')} is more: lower {{seq_length}}, or train a new model"
         about = ("max_position_embeddings", "seq_length")
@@ -217,10 +217,10 @@ def resolve(
     ignored: Mapping[str, Any] | None = None,
     caller: Caller = Caller(),  # noqa: B008
 ) -> TrainingRun:
-    """Decide a run on this rank, whose settings have been checked.
+    """Decide a run on this rank; its settings have been checked.
 
-    `ignored` are given flags without effect, which the log shows. One process raises what is wrong
-    with its files; of several, all raise it when they have met.
+    `ignored` are given flags without effect, which the log shows. A single process raises an error
+    of its files at once; several ranks all raise it when they have met.
     """
     config = with_settings(config, world_size=world.size)
     require_folders(config)
@@ -236,9 +236,9 @@ def resolve(
 
 
 def check_settings(config: TrainConfig, world: World, has_datasets: bool = False) -> TrainConfig:
-    """Check settings of Python, which no command line was read for, and return them in full.
+    """Check settings that no command line has checked, and return them in full.
 
-    If the caller has data sets of its own, the settings name none.
+    If the caller has data sets of its own, the settings' data are left out.
     """
     config = with_settings(config, world_size=world.size)
     config = apply_deepspeed_file(config, prints=world.rank == 0)
@@ -264,14 +264,14 @@ def resolve_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
 
 def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return what must be equal on all ranks: settings, files, and versions but torch's."""
-    # As texts, in which local copies of objects have their addresses: the folders may differ.
+    # Written with addresses of objects, not the folders of their local copies, which may differ.
     own: dict[str, Any] = json.loads(shown(json.dumps(saved_settings(config))))
 
-    # What may differ: the rank itself, folders of its machine, and those where rank 0 alone writes.
+    # These may differ: the rank's numbers, its machine's folder, and the one that rank 0 writes.
     del own["rank"], own["local_rank"], own["local_dir"], own["run_dir"]
     del own["deepspeed_config"]  # its values are among the settings
 
-    # What must not: the bytes of the data, each pair under its own name.
+    # These must not: the contents of the data, each pair of files under its own name.
     for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
         hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)
         own |= {f"--data-path {shown(str(prefix))} (its {what})": value for prefix, value in hashes}
@@ -301,7 +301,7 @@ def require_folders(config: TrainConfig) -> None:
 
 
 def bring_files(config: TrainConfig) -> None:
-    """Bring here what the run's addresses in object storage need; require all token files."""
+    """Fetch what the run needs from object storage, and require all token files."""
     c = config.checkpoint
     for path in filter(None, (c.load, c.save, c.run_dir)):
         mirror.fetch(path)
@@ -321,7 +321,7 @@ def bring_files(config: TrainConfig) -> None:
 def look_at_files(
     config: TrainConfig, world: World
 ) -> tuple[TrainConfig, Vocabulary, UserError | None]:
-    """Return settings and vocabulary, or what is wrong with the files of one of several ranks."""
+    """Return settings and vocabulary, and of one of several ranks what is wrong with its files."""
     try:
         bring_files(config)
         config = resolve_length(config, prints=world.rank == 0)
@@ -346,7 +346,7 @@ def require_free_folders(config: TrainConfig) -> None:
 
 
 def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
-    """Apply the file of --deepspeed_config, except to settings that are not defaults."""
+    """Apply the file of --deepspeed_config to the settings that have their defaults."""
     defaults = flags.to_dict(TrainConfig())
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
     config, notes, problems = dialects.fill_from_file(config, given)

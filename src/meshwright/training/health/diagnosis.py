@@ -51,13 +51,13 @@ class Finding(NamedTuple):
     order: list[int]
     text: str
     name: str  # of the module, parameter or state
-    is_fused: bool = False  # whether it is a layer run by fused kernels
+    is_fused: bool = False  # whether it is a layer that fused kernels run
 
 
 def find_origin(
     net: Network, team: Team, batches: list[Batch], settings: StepSettings, has_loss: bool
 ) -> Origin:
-    """Find where a step began to be not finite; `has_loss` if its loss was finite."""
+    """Find where a step began to be not finite; `has_loss` tells whether its loss was finite."""
     first = functools.partial(first_of_all, team, net.layout)
     with devices.on_stream(net.stream), as_usual(net):
         net.store.wait_for_weights()
@@ -103,7 +103,7 @@ def first_of_all(team: Team, layout: Layout, kind: str, own: Finding | None) -> 
 
 
 def place_of(layout: Layout) -> str:
-    """Return this rank's place in the layout, as tp 0, pp 1, dp 3."""
+    """Return this rank's place in the layout, such as tp 0, pp 1, dp 3."""
     places = []
     for name, dims in COORDINATES.items():
         # Few runs have context ranks.
@@ -189,9 +189,9 @@ def find_bad_state(net: Network) -> Finding | None:
 
 @contextlib.contextmanager
 def as_usual(net: Network) -> Iterator[None]:
-    """Have the passes of the block run with hooks: not compiled, gradients given to autograd.
+    """Let hooks see the block's passes: layers are not compiled, autograd has all gradients.
 
-    fp8's scales learn nothing from them.
+    The scales of fp8 learn nothing from these passes.
     """
     with contextlib.ExitStack() as block:
         # A compiled layer has no modules within it for hooks to see.
@@ -199,6 +199,7 @@ def as_usual(net: Network) -> Iterator[None]:
             block.enter_context(torch.compiler.set_stance("force_eager"))
         if (scales := net.store.scales) is not None:
             block.enter_context(scales.trial())
+        # Without main_grad a kernel hands the gradient to autograd.
         for p in (p for part in net.parts for p in part.parameters() if hasattr(p, "main_grad")):
             block.callback(setattr, p, "main_grad", p.main_grad)
             del p.main_grad
@@ -236,7 +237,7 @@ def run_forward(net: Network, batches: list[Batch], seed: int) -> Finding | None
 def run_backward(
     net: Network, batches: list[Batch], settings: StepSettings
 ) -> tuple[Finding | None, Finding | None]:
-    """Compute the gradients; return the first that is not finite on this rank, and after sums."""
+    """Compute the gradients; return the first bad one on this rank, and the first bad sum."""
     if net.graphs is not None:
         net.graphs.release()  # their memory is needed; they are captured again
     watch = Watch(net, has_gradients=True)
@@ -261,10 +262,10 @@ class Watch:
         self.calls = 0
         self.microbatches = [-1] * len(net.parts)
         self.from_finite: Finding | None = None  # made from finite inputs
-        self.passed_on: Finding | None = None
-        # the first that is not finite: of a parameter, of an output
+        self.passed_on: Finding | None = None  # made from whatever inputs
+        # The first bad gradient of a parameter (True) and of an output (False).
         self.gradients: dict[bool, Finding] = {}
-        self.hooked: dict[int, Tensor] = {}  # parameters
+        self.hooked: dict[int, Tensor] = {}  # parameters with a hook, by id
         self.handles: list[Any] = []
 
     @contextlib.contextmanager

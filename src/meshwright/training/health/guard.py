@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def spread(losses: Collection[float]) -> tuple[float, float]:
-    """Return the median of losses and their deviation, which outliers among them hardly move.
+    """Return the median of losses and their deviation; outliers hardly move either.
 
-    1.4826 x the median absolute deviation is the standard deviation of normal values. It is at
-    least a thousandth of the median, so that equal losses do not make a spike of the next.
+    1.4826 x the median absolute deviation is the standard deviation of normal values. The result is
+    at least a thousandth of the median, so that after equal losses not every other one is a spike.
     """
     middle = statistics.median(losses)
     deviation = 1.4826 * statistics.median(abs(x - middle) for x in losses)
@@ -44,8 +44,8 @@ class Guard:
             self.config.training.on_nonfinite,
             self.config.training.on_spike,
         )
-        self.in_spike = False  # whether the last loss was one's
-        # Samples of applied steps when the run began or was last rolled back.
+        self.in_spike = False  # whether the last loss was part of a spike
+        # The applied steps' samples when this attempt began or was last rolled back.
         self.since = self.progress.schedule_samples
 
     def note_save(self) -> None:
@@ -54,9 +54,9 @@ class Guard:
             self.progress.rollbacks = 0
 
     def react(self, settled: Settled) -> bool:
-        """React to a step that is bad; return whether the run went back, which is to be saved.
+        """React to a step if it is bad; return whether the run went back, so that it must be saved.
 
-        A step that fp16's scale deals with is not bad.
+        An overflow that fp16's loss scale deals with is not bad.
         """
         if self.progress.nonfinite_in_a_row:
             return self.nonfinite(settled.step, settled.loss, settled.norm)

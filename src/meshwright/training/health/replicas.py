@@ -56,7 +56,7 @@ def copies_in(store: Store) -> list[Copies]:
     layout = store.layout
     named = store.weights_by_name()
 
-    # Ranks that differ only in their data, under any store.
+    # Weights, which ranks that differ only in their data hold alike under any store.
     of_replicas = layout.members(*store.sharding.replicated)
     weights = Copies("weights", of_replicas, named)
     kinds = [weights]
@@ -65,7 +65,7 @@ def copies_in(store: Store) -> list[Copies]:
         weights.groups = layout.members("replicas", "shard", "cp")
         weights.flat = store.weights
         if store.master is not store.weights and not store.offload:
-            # Masters are cut by ZeRO, and the replicas of a shard hold the same ones.
+            # ZeRO cuts the masters; the replicas of a shard hold the same ones.
             parts = {}
             for name in named:
                 begin, low, high = store.local_range(name)
@@ -73,7 +73,7 @@ def copies_in(store: Store) -> list[Copies]:
                 parts[name] = store.master[begin:end]
             kinds.append(Copies("master weights", of_replicas, parts, store.master))
 
-    # What tensor ranks hold uncut, such as norms.
+    # Weights that tensor ranks hold uncut, such as those of norms.
     uncut = {name: x for name, x in named.items() if not store.sharding.is_sharded(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
     if store.sharding.tied:  # the first and the last stage have the token table
@@ -113,7 +113,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         for block in torch.split(rows_of_words, ROWS):
             of_rows = (block * factors).sum(1)
             sums.append(of_rows.to(device))
-        # What is left over.
+        # The rest, which fills no row.
         of_rest = (bits[even:] * factors[:rest]).sum()
         sums.append(of_rest[None].to(device))
     # The rows have factors too, so that two rows that are exchanged are found.
@@ -139,9 +139,9 @@ def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class Replicas:
-    """The comparisons of one run, a hook of the loop.
+    """The comparisons of one run; a hook of the loop.
 
-    With `at_once` the hashes are read at once, without it after the next step.
+    The hashes are read after the next step, or with `at_once` after the same one.
     """
 
     between_steps = False
@@ -171,7 +171,7 @@ class Replicas:
                 self.look()
 
     def require_equal(self, iteration: int) -> None:
-        """Compare the weights now, which are about to be saved."""
+        """Compare the weights now, as they are about to be saved."""
         self.look()
         self.begin(iteration)
         self.look()

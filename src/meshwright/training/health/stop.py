@@ -33,15 +33,15 @@ class StopConditions:
     def reason(self, has_stepped: bool = True) -> str | None:
         """Return the reason to stop now, as the log and metrics.jsonl name it, or None.
 
-        The clock stops no run that has taken no step (`has_stepped` false): one whose start takes
-        longer than its minutes would start again and again, and never go on.
+        The clock stops no run that has taken no step (`has_stepped` false): a start that takes
+        longer than the minutes would be repeated for ever, and the run would never get on.
         """
         if self.signal is not None:
             return self.signal.name
         if self.t.kill_switch_path and Path(self.t.kill_switch_path).exists():
             return f"kill switch {self.t.kill_switch_path}"
         minutes = (time.perf_counter() - self.began) / 60
-        # All ranks look at their own clocks, and the first that is over decides for all.
+        # Each rank looks at its own clock; the first whose time is over decides for all.
         if self.t.exit_duration_in_mins and has_stepped and minutes > self.t.exit_duration_in_mins:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None
@@ -68,7 +68,10 @@ class StopConditions:
         return reason, failed
 
     def cuts_short(self, team: Team) -> bool:
-        """Return whether a signal ends what is done between steps; ranks would not agree on it."""
+        """Return whether a signal ends the work between steps: with one rank alone.
+
+        A signal reaches several ranks at different moments, so they would not agree.
+        """
         return team.size == 1 and self.signal is not None
 
     @property
@@ -76,7 +79,7 @@ class StopConditions:
         return DONE if self.signal is None else 128 + self.signal
 
     def describe_stop(self) -> str:
-        """Say from where a run that is stopped at once goes on."""
+        """Return from which step a run that is stopped at once will go on."""
         step = None
         with contextlib.suppress(Exception):  # the folder may be gone
             saved = steps.list_steps(self.save) if self.save else []
@@ -97,7 +100,7 @@ class StopConditions:
 
         def note(number: int, frame: FrameType | None) -> None:
             nonlocal is_stopping
-            # the terminal was closed
+            # SIGHUP says that the terminal was closed.
             number = signal.SIGTERM if number == signal.SIGHUP else number
             if is_stopping and number not in WARNINGS:
                 print_from_handler(self.describe_stop())

@@ -77,7 +77,7 @@ class Stragglers:
     def note(self, iteration: int, data_ms: float, arrived: float, met: float) -> None:
         """Count a step; its times are in nanoseconds."""
         before, self.met = self.met, met
-        if before is not None:  # the first step after a pause has no begin
+        if before is not None:  # the first step after a pause has no beginning
             self.steps += 1
             self.ms += (arrived - before) / 1e6
             self.data_ms += data_ms
@@ -86,11 +86,11 @@ class Stragglers:
             self.steps, self.ms, self.data_ms = 0, 0.0, 0.0
 
     def pause(self) -> None:
-        """Forget the last step: ranks do different things before the next."""
+        """Forget when the last step ended: ranks do different work before the next."""
         self.met = None
 
     def changes(self) -> list[tuple[int, Lag]]:
-        """Return the ranks that became slow, or are no longer, each with the iteration."""
+        """Return the ranks that have become slow or are no longer slow, each with the iteration."""
         board = self.watchdog.take_board()
         if board is None:
             return []

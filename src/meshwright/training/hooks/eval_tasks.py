@@ -1,6 +1,6 @@
 """Scores of --eval-tasks during a training: between two steps, or beside it from a snapshot.
 
-Nothing that the training computes depends on them: they read the weights alone.
+They only read the weights: nothing that the training computes depends on them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from meshwright.training.log.metrics import Metrics
 from meshwright.training.micro_step import Network
 from meshwright.training.tasks import PreparedTask, prepare_task
 
-# The share of a run's time that scores take at the default interval, if a forward pass is a third
-# of a step. Padding and the restart of a pipeline of steps cost more: it must stay below 2 %.
+# The most of a run's time that scores take at the default interval, if a forward pass is a third of
+# a step. It is this small because padding, and stopping between two steps, cost more than that: in
+# all the share must stay below 2 %.
 TIME_SHARE = 0.005
 SNAPSHOTS = "eval-snapshots"  # in the run's folder
 
@@ -94,13 +95,11 @@ class Scores:
     def run(
         self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]
     ) -> None:
-        """Score the current weights and record the result, unless that is done for this step."""
+        """Score the current weights and record the result, unless this step's is recorded."""
         if iteration == self.scored_step:
             return
-        scorer, micro = (
-            functools.partial(score_on_all, self.net, self.vocab),
-            self.config.micro_batch,
-        )
+        scorer = functools.partial(score_on_all, self.net, self.vocab)
+        micro = self.config.micro_batch
         for task in self.tasks:
             began = time.perf_counter()
             values = task.score(scorer, self.length, micro, self.is_fixed, should_stop)
@@ -120,9 +119,10 @@ class Scores:
 
 
 def runs_one_shape(net: Network) -> bool:
-    """Return whether the network should run the shape of training alone.
+    """Return whether the network should only run the shape that it trains with.
 
-    Layers compiled for it would be compiled again for another, and cut sequences need not divide.
+    Compiled layers would be compiled again for another, and a sequence of another length might not
+    divide by the ranks that share it. A custom model may know no other shape.
     """
     return net.is_compiled or net.sequence or net.layout.cp > 1 or net.name != GPT_NETWORK
 
@@ -136,7 +136,7 @@ def score_on_all(net: Network, vocab: int, batches: list[WindowBatch]) -> Tensor
 
 
 class ScoresBeside(Scores):
-    """The same in a process of its own, from a snapshot of the weights; one at a time."""
+    """The same tasks, scored by another process from a snapshot of the weights; one at a time."""
 
     def __init__(
         self,
@@ -157,12 +157,12 @@ class ScoresBeside(Scores):
         self.snapshot, self.run_folder = snapshot, Path(c.run_dir or c.save or "")
         self.root = self.run_folder / SNAPSHOTS
         self.child: subprocess.Popen[str] | None = None
-        self.scored = (0, 0)  # iteration and samples of the snapshot that is scored
+        self.scored = (0, 0)  # iteration and samples of the newest snapshot
 
     def run(
         self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]
     ) -> None:
-        """Begin with these weights, unless other ones are still being scored."""
+        """Begin to score these weights, unless earlier ones are still being scored."""
         if iteration == self.scored_step:
             return
         if self.team.merge(self.child is not None, any):
@@ -174,6 +174,7 @@ class ScoresBeside(Scores):
         self.begin(iteration, consumed)
 
     def begin(self, iteration: int, consumed: int) -> None:
+        """Write a snapshot, and start a process that scores it with `meshwright evaluate`."""
         self.team.run_on_rank_0(lambda: make_anew(self.root))
         self.snapshot(self.root)
         self.scored_step = iteration
@@ -185,18 +186,18 @@ class ScoresBeside(Scores):
             "evaluate",
             str(steps.step_folder(self.root, iteration)),
             f"--eval-tasks={g.eval_tasks}",
-        ]
-        words += [
             f"--device={where}",
             f"--results-path={self.root / 'scores.json'}",
             f"--seq-length={self.length}",
-        ]
-        words += [
             f"--overlapping-eval={max(1, self.length // 2)}",
             f"--micro-batch-size={self.config.micro_batch}",
         ]
-        words += ["--bf16"] * (p.bf16 and where != "cpu") + ["--fp16"] * (p.fp16 and where != "cpu")
-        words += [f"--params-dtype={p.params_dtype}"] * (p.params_dtype != "float32")
+        if p.bf16 and where != "cpu":
+            words.append("--bf16")
+        if p.fp16 and where != "cpu":
+            words.append("--fp16")
+        if p.params_dtype != "float32":
+            words.append(f"--params-dtype={p.params_dtype}")
         if (self.run_folder / "tokenizer").is_dir():
             words.append(f"--tokenizer={self.run_folder / 'tokenizer'}")
         self.scored = iteration, consumed
@@ -242,7 +243,7 @@ class ScoresBeside(Scores):
         self.close()
 
     def wait(self, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
-        """Wait for the process; the ranks meet often, as it may take longer than their time-out."""
+        """Wait for the process, which may outlast the ranks' time-out, so they meet meanwhile."""
         if self.child is not None:
             say(f" > waiting for the scores of step {self.scored[0]:,} ...")
         # Only the rank that has the process waits for it; for all others it is idle.

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: each such part is a `Hook`, and loop.py has their list."""
+"""The hooks of the loop: a run's work beside its steps. loop.py lists them in their order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Hook(Protocol):
-    """A part that may act after each step.
+    """A part of a run that may act after each step.
 
-    With `between_steps` it runs when all steps under way are finished and logged, and its time
-    counts in no step's.
+    With `between_steps` it acts once all steps under way are finished and logged, and its time is
+    no part of any step's.
     """
 
     between_steps: bool
 
     def due(self, step: int) -> bool:
-        """Return whether to act after this step, the same on every rank."""
+        """Return whether to act after this step; every rank has the same answer."""
 
     def run(self, step: int) -> None:
         """Act after the step."""

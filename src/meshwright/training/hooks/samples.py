@@ -1,9 +1,9 @@
 """Samples of --sample-interval: text that the network writes between two steps, in any layout.
 
-Each new token is a forward pass over the whole text, as a validation's, without a key/value cache:
-it works wherever a validation does, and a sample costs less than its tokens' number of sequences.
-Random numbers are those of `generate`, functions of (seed, prompt, position), so that the training
-draws the same numbers with samples as without.
+Each new token takes a forward pass over the whole text, as in a validation, without a key/value
+cache. So samples work wherever a validation does, and a sample of n tokens costs at most n forward
+passes over full sequences. Random numbers are those of `generate`, functions of (seed, prompt,
+position), so that the training draws the same numbers with samples as without.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SampleWriter:
         """Continue the prompts with the current weights and record the texts."""
         for number, (prompt, ids) in enumerate(zip(self.prompts, self.generate(), strict=True)):
             text, _ = text_until_stop(self.tokenizer, self.requests[number], ids)
-            # of a character whose last bytes were not written
+            # The last character may be cut off within its bytes.
             text = text.removesuffix("\N{REPLACEMENT CHARACTER}")
             remark(
                 f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}"
@@ -69,7 +69,7 @@ class SampleWriter:
         texts = [list(ids) for ids in self.ids]
         done = [False] * len(texts)
         kind = sampling.ChoiceParts.of(self.options)
-        # The same numbers for all texts, and a stream of random numbers for each.
+        # All texts have the same options, and each a stream of random numbers of its own.
         flags = [sampling.control_numbers(self.options)] * len(texts)
         numbers = torch.tensor(flags, dtype=torch.float64, device=device)
         names = [sampling.stream_key(self.seed, row) for row in range(len(texts))]
@@ -94,20 +94,20 @@ class SampleWriter:
         """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
         net, at = self.net, self.net.layout.at
 
-        # Texts of one width. A network that runs one shape alone takes the full length.
+        # All texts get one width: the full length if the network runs only one shape.
         width = self.length
         if not self.is_fixed:
             longest = max(map(len, texts))
             rounded_up = -(-longest // PADDING) * PADDING
             width = min(rounded_up, self.length)
-        # Micro-batches have the training's size, so the last text may stand there several times.
+        # Micro-batches have the training's size; the last text is repeated to fill them.
         missing = -len(texts) % self.rows
         padded = texts + [texts[-1]] * missing
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in padded])
         last = torch.tensor([len(text) - 1 for text in padded])
         ends = last.split(self.rows)  # type: ignore[no-untyped-call]
 
-        # This rank's columns of them.
+        # Take this rank's columns.
         columns = width // net.layout.cp
         first = at("cp") * columns
         own = tokens[:, first : first + columns].contiguous()
@@ -128,7 +128,7 @@ class SampleWriter:
         if net.layout.world == 1:
             return torch.cat(parts)[: len(texts), : self.vocab]
 
-        # One replica adds its part: the last stage's ids of this tensor rank. All others add 0.
+        # The first replica's last stage adds the ids of each tensor rank; all other ranks add 0.
         weight = next(net.parts[0].parameters())
         kind = torch.float64 if weight.dtype is torch.float64 else torch.float32
         total = torch.zeros(len(padded), self.vocab, dtype=kind, device=net.device)

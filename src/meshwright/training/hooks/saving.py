@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """Saves the state and logs that; all ranks save together."""
+    """The saves of a run, with their rows in the log; all ranks save together."""
 
     between_steps = True
 
@@ -29,10 +29,10 @@ class Saving:
         self.settings, self.progress = state.config.checkpoint, state.progress
 
     def due(self, step: int) -> bool:
-        """Return whether to save this step, which may be because a validation has just noted it."""
+        """Return whether to save this step: regularly, or because a validation noted it as best."""
         c = self.settings
         is_regular = bool(c.save_interval) and step % (c.save_interval or 1) == 0
-        is_best = c.keep_best and self.progress.best_iteration == self.progress.iteration
+        is_best = c.keep_best and self.progress.best_iteration == step
         return bool(c.save) and (is_regular or is_best)
 
     def run(self, step: int) -> None:
@@ -42,7 +42,7 @@ class Saving:
             self.replicas.require_equal(step)
         self.guard.note_save()
         self.report_samples_used()
-        # Rows are on disk before the step that they lead to.
+        # A step's rows must be on disk before its checkpoint.
         self.metrics.sync()
         seconds = self.state.save()
         self.record_failures()

@@ -1,7 +1,7 @@
 """The numbers of a step, each with all that the log, trackers, verify-layout and docs know of it.
 
-A further term of the loss is one row here, and one line in step.make_loss. docs/metrics.py makes a
-page of the table. No torch.
+A further term of the loss is one row here and its name in micro_step.make_loss. docs/metrics.py
+makes a page of the table. No torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class StepColumn(NamedTuple):
 
     name: str
     meaning: str
-    ranks: Literal["alike", "summed", "rank 0"] = "alike"  # whose value it is
-    line: str = ""  # how Megatron's line of the log shows it, if it does
+    ranks: Literal["alike", "summed", "rank 0"] = "alike"  # how it comes from the ranks' values
+    line: str = ""  # its form in Megatron's line of the log, if it is there
     tag: str = ""  # Megatron's name of the curve in TensorBoard and other trackers
     needs_flag: bool = False  # whether --log-TAG-to-tensorboard turns the curve on
     compared_as: Literal["", "loss", "gradient norm", "norm of the weights", "loss scale"] = (

@@ -1,6 +1,6 @@
-"""Figures of logged steps and validations, and the lines of them, which scripts read.
+"""Figures of logged steps and validations, and their lines in the log, which scripts read.
 
-The log has Megatron's lines. `FORMS` are other forms of a logged step, for --log-format.
+The log has Megatron's lines. `FORMS` are other forms of a step's line, for --log-format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RunSizes:
     steps: int  # all steps of the run
     samples: int | None  # the same in samples, with --train-samples
     sequence: int  # tokens of a sample
-    micro_batch: int  # samples of a micro-batch of all replicas
+    micro_batch: int  # samples of one micro-batch of every replica together
     devices: int
     flops_per_token: float
     peak: float | None  # FLOP/s of a device, if known
@@ -71,7 +71,7 @@ class Interval:
     @property
     def seconds_left(self) -> float:
         run = self.run
-        # In steps, those to come are taken to be as large as the last one.
+        # If the run counts steps, those to come are taken to be as large as the last one.
         left: float = (run.steps - self.iteration) * self.steps[-1]["batch"]
         if run.samples:
             left = run.samples - self.consumed
@@ -83,7 +83,7 @@ class Interval:
         of_columns = [column.line.format(numbers[column.name]) for column in columns]
         ms = self.seconds / len(self.steps) * 1e3
         nan = sum(not math.isfinite(step["loss"]) for step in self.steps)
-        # Scripts find the parts by words and order; what Megatron lacks comes at the end.
+        # Scripts find the parts by words and order; parts that Megatron lacks come at the end.
         parts = [
             f" iteration {self.iteration:8d}/{self.run.steps:8d}",
             f"consumed samples: {self.consumed:12d}",
@@ -116,7 +116,7 @@ class Interval:
         )
 
     def named(self) -> dict[str, str]:
-        """Return the figures of the table and the normal form, by OneFlow's names."""
+        """Return the figures of the forms "table" and "normal", by OneFlow's names."""
         return {
             "step": f"{self.iteration}",
             "micro_batches": f"{self.consumed // self.run.micro_batch}",
@@ -149,9 +149,9 @@ def table_row(cells: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of the log's lines of steps on stdout.
+    """A form of the steps' lines on stdout.
 
-    All other lines stay as they are: settings, validations, saved checkpoints, notices.
+    All other lines are the same in every form: settings, validations, saved checkpoints, notices.
     """
 
     step: Callable[[Interval], str]
@@ -192,7 +192,7 @@ class Check:
     dataset: str = ""  # given only if there are several
     seconds: float = 0.0  # that it took
     by_position: dict[str, float] = field(default_factory=dict)  # losses by ranges of positions
-    # by pairs of files, if there are several
+    # Losses by pairs of token files, if there are several.
     by_data: dict[str, float] = field(default_factory=dict)
     ema_loss: float | None = None  # of the average of --ema
 

@@ -76,7 +76,7 @@ def peak_flops(device: torch.device) -> float | None:
 class Metrics:
     """The sums since the last log line, the JSON-lines file, the trackers and the progress bar.
 
-    Every rank has one. Those that do not lead have no folder and print nothing.
+    Every rank has one. Ranks other than 0 have no folder, and print at most their machine's GPUs.
     """
 
     def __init__(
@@ -88,16 +88,12 @@ class Metrics:
         team: Team,
         screen: LineScreen | None = None,
     ) -> None:
-        self.folder, self.config, self.g, self.is_rank_0 = (
-            folder,
-            config,
-            config.logging,
-            team.is_rank_0,
-        )
+        self.folder, self.is_rank_0 = folder, team.is_rank_0
+        self.config, self.g = config, config.logging
         self.run, self.device, self.timers, self.screen = run, timers.device, timers, screen
         self.file, self.attempt_number, self.has_failed = -1, 1, False
         self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
-        self.is_late = False  # whether that was logged
+        self.is_late = False  # whether rows wait in memory, which the log has said once
         self.path = (folder or Path()) / METRICS
         if folder is not None:
             # Attempts in one folder continue one file, and each row names its attempt.
@@ -120,14 +116,14 @@ class Metrics:
         # steps, samples and seconds since the last line of --steps-per-print
         self.since_print = (0, 0, 0.0)
         self.iteration = run.iteration
-        # As many as the mean at the end may need.
+        # The last losses, as many as the mean at the end may need.
         self.recent = collections.deque[tuple[int, float]](
             maxlen=max(self.g.log_interval, run.steps // 50, 1)
         )
         self.memory_is_printed = self.gpus_are_hidden = False
         self.is_first_of_machine = True  # the start says so if it is not
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
-        # of the plan with the first steps on an accelerator
+        # On an accelerator, the plan beside the first steps.
         self.comparison: StepComparison | None = None
         is_drawn = not config.training.skip_train and find_page() is not None
         self.page = LivePage(folder) if folder is not None and is_drawn else None
@@ -149,14 +145,14 @@ class Metrics:
             self.is_late = False
 
     def sync(self) -> None:
-        """Flush to disk, so that after a power cut no checkpoint has more steps than the log."""
+        """Flush rows to disk, so that after a power cut no checkpoint has more steps than they."""
         if self.file >= 0:
             with self._tolerating():
                 os.fsync(self.file)
 
     @contextlib.contextmanager
     def _tolerating(self) -> Iterator[None]:
-        """Raise an error of the disk; with --save-error warn say it once."""
+        """Raise an error of the disk; with --save-error warn only log it, once."""
         try:
             with naming_file(self.path):
                 yield
@@ -183,7 +179,7 @@ class Metrics:
             self.recent.append((iteration, loss))
         self.iteration = iteration
 
-        # The row, and the curves drawn from it.
+        # Write the row, and draw the curves from it.
         tokens = batch * self.run.sequence / seconds
         flops = tokens * self.run.flops_per_token / self.run.devices
         row = values | {
@@ -197,7 +193,7 @@ class Metrics:
         if self.trackers:
             self._draw_step(iteration, consumed, row)
 
-        # What is shown.
+        # Show the progress and, where due, the lines.
         if self.bar is not None:
             bar, task = self.bar
             speed = f"{tokens:,.0f} tokens/s"
@@ -224,7 +220,7 @@ class Metrics:
         row["timers"] = self.timers.times_of_step()
         if self.g.log_memory_to_tensorboard and row["memory"] is not None:
             stats = devices.memory_stats(self.device)
-            # Megatron's curves are of what is in use now; the row has the peak.
+            # Megatron's curves show the memory in use now; the row has the peak.
             row["reserved"] = stats["reserved_bytes.all.current"]
             row["memory"] = stats["allocated_bytes.all.current"]
             row["allocated_count"] = stats.get("allocation.all.current", 0)
@@ -246,7 +242,7 @@ class Metrics:
         say(interval.in_megatrons_form(), self.form.step(interval))
         if self.screen is not None:
             self._show(self.screen.step(interval))
-        # Megatron prints it once, after the first steps: later ones take no more.
+        # Megatron prints the memory once, after the first steps: later ones take no more.
         if memory is not None and not self.memory_is_printed:
             self.memory_is_printed = True
             self._print_memory(iteration)
@@ -266,13 +262,13 @@ class Metrics:
         say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
 
     def _show(self, text: str) -> None:
-        """Show what a screen has formed, perhaps nothing."""
+        """Show a screen's text, unless it is empty."""
         if text:
             show(text)
 
     def roll_back(self, to: int, iteration: int, **values: Any) -> None:
         """Record that the steps after `to`, up to `iteration`, were undone."""
-        # The mean at the end is of steps that count.
+        # Only steps that count are in the mean at the end.
         while self.recent and self.recent[-1][0] > to:
             self.recent.pop()
         self.row("rollback", iteration, to=to, **values)
@@ -333,12 +329,12 @@ class Metrics:
         try:
             lines = devices.ask_nvidia_smi(GPU_FIELDS).strip().splitlines()
         except RuntimeError as error:
-            self.gpus_are_hidden = True  # it is said once
+            self.gpus_are_hidden = True  # the reason is printed once
             lines = [f" > --nvidia-smi-at: {error}, so nothing is printed"]
         for line in lines:
             if self.is_rank_0:
                 remark(line)
-            else:  # rank 0's log has no lines of other machines
+            else:  # on another machine, whose lines are not in rank 0's log
                 with contextlib.suppress(OSError):
                     print(line, flush=True)
 
@@ -351,7 +347,7 @@ class Metrics:
             if status == NON_FINITE
             else (str(error) or type(error).__name__).splitlines()[0]
         )
-        with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
+        with contextlib.suppress(OSError):  # a full disk may be why the run ends
             self.row("end", iteration, reason=reason, status=status)
         self.has_failed = True  # the watchdog and the training may both find out
         if self.page is not None:

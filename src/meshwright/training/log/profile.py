@@ -20,14 +20,14 @@ from meshwright.base.console import remark, say
 from meshwright.base.files import own_folder, replacing, require_unlinked
 from meshwright.config.schema import Logging
 
-# The kinds of work by their kernels' or operators' names; the first that matches counts.
+# The kinds of work, by the names of kernels or operators; the first that matches counts.
 KINDS = {
     "communication": r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter",
     "attention": r"flash|fmha|sdpa|attention|attn|_attend|cudnn.*(bprop|fprop)",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|split_?k|scaled_mm|symm|syrk|\b(add|b|baddb)?mm\b",
 }
 MEMORY_BOUND = "memory-bound"
-# At each moment one kind counts, in this order: communication only where nothing is computed.
+# Of several kinds at one moment the first of these counts: communication only if nothing else runs.
 ORDER = ("matrix products", "attention", MEMORY_BOUND, "communication")
 IDLE = "idle"
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace that run on the device
@@ -68,7 +68,7 @@ class Summary:
 def summarise(trace: Path, steps: int) -> Summary | None:
     """Return the summary of a trace file of torch's profiler; None if no work is in it."""
     with gzip.open(trace) if trace.suffix == ".gz" else trace.open("rb") as file:
-        # "X" are the events with a duration.
+        # Events of type "X" have a duration.
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     kernels = [e for e in events if e.get("cat") in KERNELS]
     spans = defaultdict[str, list[Span]](list)
@@ -78,7 +78,7 @@ def summarise(trace: Path, steps: int) -> Summary | None:
             spans[e["name"]].append((e["ts"], e["ts"] + e["dur"]))
             calls[e["name"]] += 1
     else:
-        # Without a device the operators are the work. They call each other, so each counts alone.
+        # On a CPU operators do the work. They call each other, so each counts its own time only.
         for name, parts in own_time(e for e in events if e.get("cat") == "cpu_op"):
             spans[name] += parts
             calls[name] += 1
@@ -140,12 +140,12 @@ def length(spans: list[Span]) -> float:
 
 
 def own_time(operators: Iterable[dict[str, Any]]) -> Iterator[tuple[str, list[Span]]]:
-    """Yield each operator on a CPU, and its time apart from that of the operators it called."""
+    """Yield each operator on a CPU with its time, less that of the operators that it called."""
     threads = defaultdict[Any, list[dict[str, Any]]](list)
     for e in operators:
         threads[e["tid"]].append(e)
     for of_thread in threads.values():
-        # A caller precedes what it calls, also if both begin at once.
+        # A caller precedes the operators that it calls, even if both begin at once.
         of_thread.sort(key=lambda e: (e["ts"], -e["dur"]))
         starts = [e["ts"] for e in of_thread]
         for n, e in enumerate(of_thread):
@@ -182,7 +182,7 @@ def profiler(
     From --profile-step-start to --profile-step-end torch's profiler runs; then it writes a trace
     and a summary, and prints the summary and a table of the longest operations.
     """
-    begun = [0]  # the last step that began
+    begun = 0  # the last step that began
 
     @contextlib.contextmanager
     def traced() -> Iterator[None]:
@@ -201,26 +201,28 @@ def profiler(
             own_folder(trace.parent)
             require_unlinked(trace)
             profile.export_chrome_trace(str(trace))
-            steps = min(begun[0] + 1, g.profile_step_end) - g.profile_step_start
+            # A run may end before the last step to be traced.
+            steps = min(begun + 1, g.profile_step_end) - g.profile_step_start
             write_summary(trace, steps)
             remark(f" > wrote {trace} (open it at ui.perfetto.dev or chrome://tracing)")
 
     with contextlib.ExitStack() as running:
 
         def before_step(iteration: int, finish: Callable[[], None]) -> None:
+            nonlocal begun
             if iteration == g.profile_step_start:
                 finish()
                 running.enter_context(traced())
             elif iteration == g.profile_step_end:
                 finish()
                 running.close()
-            begun[0] = iteration
+            begun = iteration
 
         yield before_step
 
 
 def write_summary(trace: Path, steps: int) -> None:
-    """Write summary.txt and summary.json beside the trace, and add the first to the log."""
+    """Write summary.txt and summary.json beside the trace, and log the text."""
     summary = summarise(trace, max(steps, 1))
     if summary is None:
         return

@@ -81,7 +81,7 @@ def open_screen(logging: Logging) -> LineScreen | None:
 
 
 class LineScreen:
-    """Forms lines of at most 80 columns; the caller prints them."""
+    """A screen that forms lines of at most 80 columns, which the caller prints."""
 
     def __init__(self, has_status: bool) -> None:
         from rich.console import Console
@@ -102,7 +102,7 @@ class LineScreen:
         self.run: Beginning | None = None
         self.status: Status | None = None
         if has_status:
-            # On stderr, as the progress bar that follows; lines on stdout go above it.
+            # On stderr, like the progress bar that follows; lines on stdout go above it.
             terminal = Console(file=sys.stderr)
             spinner = "dots" if terminal.encoding.startswith("utf") else "line"
             self.status = terminal.status("starting", spinner=spinner)
@@ -135,7 +135,7 @@ class LineScreen:
             grid.add_row(Text(INDENT + name, "dim"), Text(value, no_wrap=True, overflow="ellipsis"))
         return grid
 
-    # What console shows
+    # Lines of the log that the console passes on
 
     def follow(self, line: str) -> None:
         """Show what the set-up is doing, until the header replaces it."""
@@ -170,7 +170,7 @@ class LineScreen:
 
         has_z_loss = self.run is not None and bool(self.run.config.training.z_loss_coef)
         shown = {"MFU": has_mfu, "z loss": has_z_loss}
-        # By rank: the step comes first, and the last ones are left out first.
+        # Sort by rank: the step comes first, and columns at the end are left out first.
         chosen = [c for c in COLUMNS if shown.get(c.title, True)]
         chosen.sort(key=lambda c: c.rank)
         # The numbers of a long run need a wider column.
@@ -182,7 +182,7 @@ class LineScreen:
         while len(chosen) > 1 and sum(c.width for c in chosen) > room:
             chosen.pop()
 
-        # In the order of the table.
+        # Put them back into the order of the table.
         names = [c.title for c in COLUMNS]
         chosen.sort(key=lambda c: names.index(c.title))
         self.columns = tuple(chosen)
@@ -215,15 +215,15 @@ class LineScreen:
         earlier = list(self.checks.setdefault(check.title, []))
         self.checks[check.title].append(check)
 
-        # Whether it is the best so far.
+        # Find out whether it is the best so far.
         losses = [x.loss for x in earlier if not math.isnan(x.loss)]
         is_test = check.name == "test"
-        # The best of the attempts before is that of the only, or of all validation sets.
+        # The best loss of earlier attempts is that of the only validation set, or a mean over all.
         if self.best is not None and not is_test and not check.dataset:
             losses.append(self.best[1])
         # Another loss of the same weights comes from other batches.
         is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier)
-        # a finished run, started again
+        # Or a finished run was started again.
         is_again |= check.is_at_end and self.interval is None and bool(losses)
         is_best = not is_test and not is_again and bool(losses) and check.loss < min(losses)
 
@@ -244,12 +244,12 @@ class LineScreen:
         return self.form_row(line)
 
     def form_row(self, line: Text) -> str:
-        """Form a row between those of steps, below the head if it is the first of all."""
+        """Form a row between those of steps; if it is the first row, below the head."""
         line.truncate(self.width, overflow="ellipsis")
         return self.form(line) if self.interval is not None else self.form(self.head(), line)
 
     def score(self, iteration: int, task: str, headline: str, values: dict[str, float]) -> str:
-        """Return a line with the measure that says most of one of --eval-tasks."""
+        """Return a line with the headline measure of one of --eval-tasks."""
         from rich.text import Text
 
         step = f"{iteration:,}".rjust(self.columns[0].width)
@@ -259,7 +259,7 @@ class LineScreen:
         return self.form_row(line)
 
     def close(self) -> None:
-        """Remove the line that shows the set-up."""
+        """Remove the status line of the set-up."""
         if self.status is not None:
             self.status.stop()
             self.status = None
@@ -269,7 +269,7 @@ class LineScreen:
     ) -> str:
         """Return how the run ended after `iteration` steps, and what to type next.
 
-        `training` is the mean loss at the end and of how many steps it is, as on the page.
+        `training` is the mean loss at the end, as on the page, and the number of its steps.
         """
         assert self.run is not None
         rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
@@ -278,7 +278,7 @@ class LineScreen:
         if folder is not None and find_page() is not None:
             rows.append(("page", str(folder / "report.html")))
         lines = [self.form("", self.grid(rows)), "", "next:"]
-        # Commands are not formed: a terminal would copy the line breaks of what is wrapped.
+        # Commands are not wrapped, because line breaks would be copied from the terminal with them.
         room = self.width - len(INDENT)
         for words in next_commands(self.run, is_done):
             lines += [INDENT + line for line in broken(words, room)]
@@ -300,19 +300,19 @@ class LineScreen:
         return [("loss", f"{mean:.4f} in training{words}")]
 
     def results(self) -> list[tuple[str, str]]:
-        """Return the last validation of each set, which is the one at the end, and the lowest."""
+        """Return each set's last loss, which is that at the end, and its lowest if it is lower."""
         out = []
         for title, checks in self.checks.items():
             final = checks[-1]
             lowest = min(checks, key=lambda c: math.inf if math.isnan(c.loss) else c.loss)
             at, best = lowest.iteration, lowest.loss
-            # An earlier attempt may have had a lower loss of the only set, or of all of them.
+            # An earlier attempt may have had a lower loss on the only set, or as a mean over all.
             has_earlier = self.best is not None and final.name != "test" and not final.dataset
             if has_earlier and self.best is not None and self.best[1] < best:
                 at, best = self.best
             text = f"{final.loss:.4f}, perplexity {final.ppl:,.2f}"
             if best < final.loss:
-                # the same weights, so another loss says nothing about the training
+                # If the weights were the same, the lower loss says nothing about the training.
                 if at == final.iteration:
                     text += f"; {best:.4f} on other batches"
                 else:
@@ -322,9 +322,9 @@ class LineScreen:
 
 
 class NotebookScreen(LineScreen):
-    """Forms twelve lines at most, beside remarks: some of the steps, and how the run ended."""
+    """The screen in a notebook, of twelve lines at most beside remarks: some steps, and the end."""
 
-    STEPS = 6  # that it shows
+    STEPS = 6  # shown of the run's
 
     def __init__(self) -> None:
         super().__init__(has_status=False)
@@ -428,7 +428,7 @@ def describe_batch(c: TrainConfig) -> str:
 
 
 def records() -> str:
-    """Return the files of a run's folder that are for reading."""
+    """Name the files of a run's folder that a person reads."""
     return "log.txt, report.html" if find_page() is not None else "log.txt"
 
 

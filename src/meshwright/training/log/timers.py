@@ -16,7 +16,7 @@ from meshwright.runtime.ranks.team import Team
 if TYPE_CHECKING:
     import torch
 
-PATIENCE = 2.0  # seconds until the log says what is waited for
+PATIENCE = 2.0  # seconds before the log says why nothing happens
 
 
 class Startup:
@@ -30,7 +30,7 @@ class Startup:
 
     @contextlib.contextmanager
     def phase(self, name: str, doing: str) -> Iterator[None]:
-        """Time the block; after some time the log says `doing`, as in "importing torch"."""
+        """Time the block; if it takes long, log `doing`, such as "importing torch"."""
         begun = time.perf_counter()
         self.wait(doing)
         try:
@@ -40,7 +40,7 @@ class Startup:
             self.seconds[name] = round(time.perf_counter() - begun, 3)
 
     def wait(self, doing: str, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Say what is waited for after some time, unless it is over by then."""
+        """Log `doing` after PATIENCE, unless it is over by then or another wait has begun."""
         self.end_wait()
         heartbeat.enter("startup", 0, doing)
         if self.prints:
@@ -55,8 +55,8 @@ class Startup:
     def end_wait(self) -> None:
         """End the thread that waits.
 
-        It holds the trainer, so that if it outlived the training it would free tensors while Python
-        shuts down, which aborts the process.
+        The thread holds the trainer. If it outlived the training, it would free tensors while
+        Python shuts down, which aborts the process.
         """
         if self.timer is not None:
             self.timer.cancel()
@@ -87,7 +87,7 @@ class Timers:
 
     def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
         self.level, self.option, self.team, self.device = level, option, team, device
-        # Names and levels are Megatron's: level 1 has the phases of a step, 2 those within them.
+        # Names and levels are Megatron's: phases of a step have level 1, those within them level 2.
         self.steps: dict[str, float] = {}  # ms, summed since the last log line
         self.before: dict[str, float] = {}  # the same sums before the last step
 
@@ -127,12 +127,12 @@ class Timers:
 
 
 def print_times(option: str, team: Team, times: dict[str, float]) -> None:
-    """Print times in ms, with what --timing-log-option asks for of all ranks."""
+    """Print times in ms; --timing-log-option tells which of the ranks' times."""
     titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
     say(f"{titles[option]} across ranks (ms):", is_figure=True)
     everyone = team.gather(times)
     for name in times:
-        # Ranks of other pipeline stages may be without a phase.
+        # On ranks of other pipeline stages a phase may be missing.
         ms = [times_of_rank.get(name, 0.0) for times_of_rank in everyone]
         dots = "." * (47 - len(name))
         if option == "minmax":

@@ -1,7 +1,7 @@
 """Log curves to TensorBoard, Weights & Biases, Trackio and other packages' trackers.
 
-Curves have Megatron's names.
-metrics.jsonl is the source of truth, so a tracker that fails prints a line and is switched off.
+Curves have Megatron's names. metrics.jsonl is the source of truth, so a tracker that fails prints a
+line and is switched off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tracker:
     """A program that draws curves. Its first failure is printed and switches it off."""
 
     name: str
-    run: Any  # of the program, with wandb's method `log`
+    run: Any  # the program's own object, with a method `log` like wandb's
     is_off = False
 
     def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
@@ -68,7 +68,7 @@ class Tracker:
 
 @dataclass(frozen=True)
 class RunToDraw:
-    """What a tracker is told when it is opened: its first point is step `first`."""
+    """The facts with which a tracker is opened; its first point is that of step `first`."""
 
     logging: Logging
     folder: Path | None
@@ -84,7 +84,7 @@ def open_trackers(run: RunToDraw) -> list[Tracker]:
     Each entry of the registry is a function of a RunToDraw that returns a Tracker, or None if the
     settings do not ask for it.
     """
-    # A package that is asked for and missing is an error before any tracker begins a run.
+    # Refuse a tracker whose package is missing before another one begins a run.
     require_packages(run.logging)
     opened = [open_tracker(run) for open_tracker in registry.load("trackers").values()]
     return [tracker for tracker in opened if tracker is not None]
@@ -92,7 +92,7 @@ def open_trackers(run: RunToDraw) -> list[Tracker]:
 
 def open_tensorboard(run: RunToDraw) -> Tracker | None:
     logging = run.logging
-    # Without a folder that is named, curves are drawn beside the run if the package is there.
+    # If no folder is named, curves are drawn in the run's folder, provided the package is there.
     is_named = bool(logging.tensorboard_dir)
     root: Path | None = None
     if logging.tensorboard_dir:
@@ -115,7 +115,7 @@ def open_tensorboard(run: RunToDraw) -> Tracker | None:
         if is_named:
             raise SettingsError(f"{{tensorboard_dir}}: {e}", UNAVAILABLE) from None
         return None
-    # Four blanks make a block of code of Markdown, in which TensorBoard shows texts.
+    # TensorBoard shows texts as Markdown, in which four blanks make a block of code.
     lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
     tracker.text("arguments", "\n".join(lines))
     return tracker
@@ -175,7 +175,7 @@ class Wandb(Tracker):
     ) -> None:
         wandb: Any = importlib.import_module("wandb")
         root = logging.wandb_save_dir or folder
-        # In the run's folder, also if wandb writes elsewhere.
+        # The id stays in the run's folder even if wandb writes elsewhere.
         id_file = folder / "wandb-id" if folder else None
         if folder and not logging.wandb_save_dir:
             require_unlinked(folder / "wandb")  # which the package makes
@@ -232,7 +232,7 @@ class Trackio(Tracker):
             raise SettingsError(
                 f"{{trackio_project={project}}}: {e} (leave it out to go on without)", UNAVAILABLE
             ) from None
-        # The package's own finish, or it would finish the run once more when Python ends.
+        # The package's finish, not the run's: else it would finish the run again when Python ends.
         self.markdown, self.end = trackio.Markdown, trackio.finish
 
     def add_text(self, name: str, text: str, iteration: int | None) -> None:
@@ -243,7 +243,7 @@ class Trackio(Tracker):
             self.end()
 
 
-# Megatron's name -> the number of a step or of the device, and the flag that turns it on
+# By Megatron's name of a curve: the number that it shows, and the flag that turns it on.
 TAGS = {
     c.tag: (c.name, f"log_{c.tag.replace('-', '_')}_to_tensorboard" if c.needs_flag else None)
     for c in STEP_COLUMNS
@@ -257,10 +257,10 @@ TAGS = {
 
 
 def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
-    """Return a step's values under Megatron's names, every --tensorboard-log-interval."""
+    """Return a step's values under Megatron's names; {} between --tensorboard-log-intervals."""
     if row.get("iteration", 0) % logging.tensorboard_log_interval:
         return {}
-    # an overflow has no meaningful ones
+    # A step that was skipped has no meaningful ones.
     meaningless = {"loss", "z_loss", "grad_norm"} if row.get("skipped") else set()
     out = {}
     for tag, (key, flag) in TAGS.items():

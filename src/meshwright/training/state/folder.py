@@ -25,7 +25,8 @@ from meshwright.config.schema import TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.tokenizers import Tokenizer
 
-# The files of a run beside its checkpoints. tokenizer/ is copied: the new run may be reading it.
+# The files of a run beside its checkpoints, which are moved aside with them. tokenizer/ is not
+# among them: it is copied, because the new run may be reading it.
 FILES = (
     "config.toml",
     "metrics.jsonl",
@@ -40,13 +41,12 @@ FILES = (
 def prepare(
     folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None, will_train: bool = True
 ) -> None:
-    """Move an earlier run aside and write the settings.
+    """Move an earlier run aside if it is to be replaced, and write the settings.
 
-    A finished run keeps those that it has: nothing is trained with the new ones.
+    A finished run keeps the settings that it has: nothing is trained with the new ones.
     """
     c = config.checkpoint
 
-    # Move aside what an earlier run has left, if it is to be replaced.
     if c.save_overwrite and not config.training.skip_train:
         # --save and --run-dir may be one folder under two names.
         roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
@@ -56,7 +56,7 @@ def prepare(
             others = [name for name in FILES if (root / name).exists() and real != loaded]
             if others or steps.list_checkpoints(root):
                 remark(f"moved the earlier run to {move_aside(root, others)}")
-    if c.save:  # a killed run with --ckpt-format torch leaves it
+    if c.save:  # a run with --ckpt-format torch leaves this folder if it is killed
         shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
 
     # An evaluation does not change how the run continues.
@@ -78,7 +78,7 @@ def move_aside(root: Path, others: list[str]) -> Path:
 def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
     """Write config.toml, which continues this run, and the vocabulary for generate."""
     folder.mkdir(parents=True, exist_ok=True)
-    # left by a killed run
+    # Remove the temporary files of a killed run.
     for name in ("config.toml.*.tmp", "report.html.*.tmp", "tokenizer/*.tmp"):
         for left in folder.glob(name):
             left.unlink(missing_ok=True)
@@ -90,11 +90,13 @@ def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None
 
 
 def as_continued(config: TrainConfig) -> TrainConfig:
-    """Return the settings for continuing this run.
+    """Return the settings that continue this run.
 
-    Flags for its first start are left out; one that saves nothing keeps them, to be told that they
-    must be typed again. The rank settings are cleared too: the next launcher assigns them.
+    Flags for one start are left out. A run that saves nothing keeps them, so that a start from its
+    config.toml is refused until they are typed. The ranks' numbers are cleared too: the next
+    launcher assigns them.
     """
+    # Without saved moments every start has to go on without them.
     no_load_optim = config.checkpoint.no_load_optim and config.checkpoint.no_save_optim
     config = without_flags_of_one_start(config) if config.checkpoint.save else config
     c, named = config.checkpoint, config.tokenizer.tokenizer
@@ -119,7 +121,7 @@ def without_flags_of_one_start(config: TrainConfig) -> TrainConfig:
 
 
 def goodput_of(folder: Path) -> Goodput | None:
-    """Return the share of the run's time that went into steps which count, if it is known."""
+    """Return the share of the run's time that went into steps that count, if it is known."""
     try:
         return read_goodput(read_history(folder))
     except (UserError, OSError):  # a log that someone has edited
@@ -155,10 +157,10 @@ find_page()(pathlib.Path(sys.argv[1]))
 
 
 class LivePage:
-    """Rewrites the report page while the run goes on.
+    """The report page of a run that goes on, drawn again from time to time.
 
-    It is drawn by a process of the lowest priority, which shares nothing with the training, at most
-    twice a minute, and seldom enough that its processor time is at most a fiftieth of the run's.
+    A process of the lowest priority draws it, which shares nothing with the training: at most twice
+    a minute, and so seldom that it takes at most a fiftieth of the run's time on a processor.
     """
 
     FIRST, EVERY, SHARE = 3.0, 30.0, 0.02  # seconds, seconds, processor time per time
@@ -211,7 +213,7 @@ class LivePage:
                 left.unlink(missing_ok=True)
             self.process = None
         if failed and (last := self.draw()) is not None:
-            # leaves no zombie in a program that goes on
+            # Waited for, it leaves no zombie in a program that goes on.
             threading.Thread(target=last.wait, daemon=True).start()
 
 

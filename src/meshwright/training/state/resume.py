@@ -57,7 +57,7 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
         plural = "s" if len(saved) > 1 else ""
         parts.append(f"found step{plural} {numbers} in {root}")
 
-    # Passed over.
+    # Passed over: damaged steps, and those that a killed run has left unfinished.
     for note, step, why in loaded.passed_over:
         if step is None:
             parts.append(note.removeprefix("WARNING: "))
@@ -212,7 +212,7 @@ def require_moments(config: TrainConfig, source: Source) -> None:
     chosen = config.optimizer.optimizer
     wanted = set(STATE.get(chosen, STATE["adamw"]).values())
     found = {name.partition("/")[2] for name in source.tensors} - {"", AVERAGE}
-    # Muon leaves some parameters to AdamW
+    # Muon leaves some parameters to AdamW, so its checkpoints have moments of both.
     fits = found >= wanted if chosen == "muon" else found == wanted
     if not config.checkpoint.no_load_optim and not fits:
         raise SettingsError(
@@ -258,7 +258,7 @@ def guard_existing(config: TrainConfig) -> None:
 
 
 def note_kept_model(c: Checkpoint) -> None:
-    """Say that a model of another program in --save stays there."""
+    """Log that another program's model in --save stays there."""
     if not c.save or steps.list_checkpoints(c.save):
         return
     kind = steps.kind_of_folder(Path(c.save))
@@ -385,7 +385,7 @@ def accept_changed_files(config: TrainConfig, changed: list[str]) -> list[str]:
 
 
 def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Describe the token files that are not those of the checkpoint, though path or lengths say so.
+    """Describe the token files that differ from the checkpoint's of the same path or lengths.
 
     Files that were moved are recognised by their lengths.
     """
@@ -432,20 +432,20 @@ def _shown(value: Any) -> Any:
 def saved_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings to save with a checkpoint, and what identifies the data."""
     data_sets = []
-    # may be listed in files, whose names would not say what was read
+    # The sets in full: a file that lists them would not tell by its name what was read.
     for paths in path_sets(config.data) if not config.data.mock_data else ():
         sources = [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]
         data_sets.append([paths.key, sources])
     files = prefixes(config.data)
-    settings: dict[str, Any] = flags.to_dict(config) | {
+    settings = flags.to_dict(config) | {
         "world_size": None,  # a run may continue on any number of ranks
         "global_batch_size": config.global_batch,  # also where it follows from the number of ranks
         "data_fingerprint": [fingerprint(prefix) for prefix in files],
         "data_contents": [content_sample(prefix) for prefix in files],
         "data_sets": data_sets,
     }
-    settings = addresses.shown_in(settings)
-    return settings
+    shown: dict[str, Any] = addresses.shown_in(settings)
+    return shown
 
 
 def open_start(config: TrainConfig) -> Source | None:

@@ -59,7 +59,7 @@ def is_complete(folder: str, step: int) -> bool:
 
 
 class Saver:
-    """Saves the steps of a run.
+    """The writer of a run's checkpoints.
 
     `kept` is the saved step that equals the current state, None if there is none. With
     --save-error warn, `lost` are the steps whose save failed.
@@ -72,7 +72,7 @@ class Saver:
         self.config, self.layout, self.team, self.folder = config, layout, team, c.save or ""
         self.kept: int | None = None
         self.lost: list[int] = []
-        self.failure: UserError | None = None  # of the last of them
+        self.failure: UserError | None = None  # of the last failed save
         self.unrecorded: list[tuple[int, str]] = []  # steps and why their saves failed
         self.background: Background | None = None
         if c.save and (device.type != "cpu" if c.async_save is None else c.async_save):
@@ -88,9 +88,9 @@ class Saver:
             self.uploader = Uploader(remote[0], remote[1:], team, self.users)
 
     def continue_from(self, step: int, best: int | None) -> None:
-        """Note that --save holds the run's state, and remove what a killed run left to remove.
+        """Note that --save holds the run's state, and remove the steps that a killed run left over.
 
-        Otherwise each kill between a save and its removal would take the room of one more step.
+        Otherwise each kill between a save and the removal would take the room of one more step.
         """
         self.kept = step
         if not self.config.training.skip_train:
@@ -109,7 +109,10 @@ class Saver:
         settings: dict[str, Any],
         best: int | None,
     ) -> float | None:
-        """Write a step and return the seconds that the run waited; None if --save held it."""
+        """Write a step and return the seconds that the run waited.
+
+        None says that nothing was written: --save holds the step already, or the save failed.
+        """
         began = time.perf_counter()
         # One save at a time: the one in flight reads copies that this one would overwrite.
         self.wait()
@@ -122,7 +125,7 @@ class Saver:
                 )
                 self.tidy_and_send(step, best, self.team)
             return None
-        # The state has lists that the run will append to.
+        # A copy, because the state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
         # Noted before it is written; `tolerating` takes it back if the write fails.
         self.kept = step
@@ -135,7 +138,7 @@ class Saver:
 
     @contextlib.contextmanager
     def tolerating(self) -> Iterator[None]:
-        """Go on after a save that the disk made fail, with --save-error warn; on all ranks."""
+        """With --save-error warn, go on after a save that failed at the disk, on all ranks."""
         try:
             yield
         except UserError as error:
@@ -147,7 +150,7 @@ class Saver:
             remark(
                 f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)"
             )
-            # else only what followed has failed
+            # If the step is complete, only the work after it has failed.
             if not self.team.run_on_rank_0(lambda: is_complete(self.folder, step)):
                 self.kept, self.failure = None, error
                 self.lost.append(step)
@@ -203,7 +206,7 @@ class Saver:
             native.save_step(parts, step, named, state, settings, team=team, run=root)
             files_of_rank: dict[str, publish.Produce] = {}
 
-            # A file of Megatron's has the part of one tensor and pipeline rank.
+            # Each of Megatron's files has the part of one tensor and pipeline rank.
             def lay_out() -> int:
                 if at("replicas", "shard", "cp"):  # another rank writes this one's file
                     return 0
@@ -212,7 +215,7 @@ class Saver:
                 source = native.open_native(folder, step)
                 tp, pp = self.layout.tp, self.layout.pp
                 files = list(write(source, tp, pp, state["padded_vocab_size"], True).items())
-                number = at("tp") * pp + at("pp")  # in Megatron's order of ranks
+                number = at("tp") * pp + at("pp")  # in the order in which the writer lists files
                 files_of_rank.update([files[number]])
                 return sum(file.size for file in source.manifest.values())
 
@@ -223,7 +226,7 @@ class Saver:
                 shutil.rmtree(parts, ignore_errors=True)
 
     def tidy_and_send(self, step: int, best: int | None, team: Team) -> None:
-        """Let rank 0 do what follows a save, and the first rank of each machine send its files."""
+        """Have rank 0 remove old steps, and the first rank of each machine send its files."""
         removed = team.run_on_rank_0(self.explained(step, lambda: self.tidy(step, best)))
         team.run_on_all(self.explained(step, lambda: self.send(step, removed)))
 
@@ -231,9 +234,9 @@ class Saver:
         return publish.explain_failures(Path(self.folder), step)(act)
 
     def tidy(self, step: int, best: int | None) -> list[int]:
-        """Update the tracker of the best step, remove old steps, and return these."""
+        """Update the tracker of the best step, remove old steps, and return the removed ones."""
         c, removed = self.config.checkpoint, list[int]()
-        self.wait_for_upload()  # which may send a step that goes now
+        self.wait_for_upload()  # it may be sending a step that is about to be removed
         if best is not None and best in steps.list_steps(self.folder):
             publish.write_tracker(self.folder, best, steps.BEST)
         if c.keep_last:
@@ -248,12 +251,12 @@ class Saver:
             self.uploader.begin(step, removed if address_of(self.folder) else [])
 
     def wait_for_upload(self) -> None:
-        """Wait until nothing is sent: what was sent makes room on this machine."""
+        """Wait until nothing is being sent: steps that were sent make room on this machine."""
         if self.uploader is not None:
             self.uploader.wait()
 
     def end_upload(self, at_end: bool = False) -> None:
-        """Wait until nothing is sent; a failure ends the run unless --save-error is warn."""
+        """Wait until nothing is being sent; a failure ends the run unless --save-error is warn."""
         if self.uploader is None:
             return
         try:

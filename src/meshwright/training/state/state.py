@@ -1,4 +1,4 @@
-"""The state of a run: what a checkpoint keeps, and how it is loaded, saved and gone back to."""
+"""The state of a run: all that a checkpoint keeps, with its loading, saving and going back."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Progress:
     any generator's state.
     """
 
-    iteration: int = 0  # every attempt counts, skipped ones too
+    iteration: int = 0  # steps that were skipped count too
     consumed_train_samples: int = 0  # likewise
-    schedule_samples: int = 0  # of successful steps only: what the schedule follows
+    schedule_samples: int = 0  # of successful steps only; the schedule follows them
     nonfinite_in_a_row: int = 0
-    # to the weights of the newest checkpoint; 0 once one with further steps is saved
+    # Times that the run went back to the newest checkpoint; 0 once further steps are saved.
     rollbacks: int = 0
     best_iteration: int | None = None  # the one with the lowest validation loss
     best_loss: float | None = None
@@ -71,11 +71,9 @@ class State:
         # Settings that only the start finds: a micro-batch that fits, where the blend changes.
         self.found: dict[str, Any] = {}
         self.switches = spec.switches
-        self.scaler, self.saver = (
-            LossScale(config.precision),
-            Saver(config, net.layout, team, net.device),
-        )
-        # A checkpoint states them, since tables are saved without their padding.
+        self.scaler = LossScale(config.precision)
+        self.saver = Saver(config, net.layout, team, net.device)
+        # A checkpoint states these sizes, since tables are saved without their padding.
         self.sizes = {
             "true_vocab_size": spec.vocab,
             "padded_vocab_size": spec.padded,
@@ -84,13 +82,13 @@ class State:
         self.schedule = build_schedule(config)
         self.progress = Progress()
         t = config.training
-        # Losses of the last steps, the background against which a spike is judged.
+        # Losses of the last steps, against which a spike is judged.
         self.losses = deque[float](maxlen=0 if t.on_spike.word == "off" else t.spike_window)
         self.skipped_ranges = config.data.skip_train_iteration_range
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: BlendHistory | None = None  # of the training set
         self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
-        self.finds_average = False  # whether the checkpoint that was read has one for this run
+        self.finds_average = False  # whether the checkpoint that was read has the average of --ema
         self.has_loaded = False  # whether the weights are a checkpoint's
         self.loaded: int | None = None  # the step this run continues from
         self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
@@ -116,7 +114,7 @@ class State:
     def total_steps(self) -> int:
         """Return the steps already taken plus those to come.
 
-        With --train-samples the earlier ones may have had other sizes.
+        With --train-samples they are counted from here: earlier steps may have had other sizes.
         """
         c = self.config
         if c.samples is None:
@@ -189,7 +187,7 @@ class State:
                 self.saver.continue_from(loaded.step, self.best_to_keep)
 
     def wanted(self, source: Source, with_optimizer: bool, with_average: bool) -> TensorBoxes:
-        """Return what is to be read of a checkpoint, with the average of --ema if it has one."""
+        """Return the tensors to read from a checkpoint, with the average of --ema if it has one."""
         self.finds_average = with_average and bool(source.state) and has_average(source)
         return self.net.store.named_state(with_optimizer, with_average=self.finds_average)
 
@@ -221,8 +219,7 @@ class State:
             remark(
                 " > note: the checkpoint has no schedule; the schedule of the flags continues from its samples"
             )
-        # no step will follow the schedule, so do not compare it
-        elif self.config.training.skip_train:
+        elif self.config.training.skip_train:  # no step follows the schedule: nothing to compare
             self.schedule = Schedule(**state["schedule"])
         else:
             self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
@@ -242,7 +239,7 @@ class State:
         return cut
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Take over what changes with every step, besides the tensors."""
+        """Take over the state that changes with every step, besides the tensors."""
         # Checkpoints of earlier releases lack some of these.
         for f in dataclasses.fields(Progress):
             setattr(self.progress, f.name, state.get(f.name, f.default))
@@ -256,20 +253,18 @@ class State:
         self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
         average = self.net.store.average
         if average is not None:
-            # In place: CUDA graphs read this tensor.
+            # It is filled in place because CUDA graphs read this tensor.
             average.count.fill_(state.get("ema_steps", 0))
 
     def roll_back(self) -> int | None:
         """Load the newest checkpoint of --save into the live network; return its step, if any.
 
-        Everything is loaded in place: CUDA graphs go on reading the same memory.
+        Everything is loaded in place, as CUDA graphs go on reading the same memory.
         """
         self.saver.wait()
-        save, options = (
-            self.config.checkpoint.save,
-            open_options(self.config)._replace(optimizer=True),
-        )
+        save = self.config.checkpoint.save
         assert save
+        options = open_options(self.config)._replace(optimizer=True)
 
         def take_over(source: Source) -> Source:
             self.take_over(source.state)
@@ -291,7 +286,7 @@ class State:
         return loaded.step
 
     def load_mean(self) -> list[int]:
-        """Replace the weights by the mean of --average-last; return its steps, none if too few."""
+        """Replace the weights by the mean of --average-last; return its steps, [] if too few."""
         c, last = self.config.checkpoint, self.progress.iteration
         save, number = c.save or "", c.average_last
         saved: list[int] = self.team.run_on_rank_0(
@@ -330,11 +325,9 @@ class State:
     def best(self) -> tuple[int, float] | None:
         """The iteration and the loss of the best validation so far."""
         p = self.progress
-        return (
-            None
-            if p.best_iteration is None or p.best_loss is None
-            else (p.best_iteration, p.best_loss)
-        )
+        if p.best_iteration is None or p.best_loss is None:
+            return None
+        return p.best_iteration, p.best_loss
 
     @property
     def best_to_keep(self) -> int | None:
@@ -343,7 +336,7 @@ class State:
     def forget_best(self, is_moved: bool) -> None:
         """Forget a best step that --save does not hold, so that a later one can take its place.
 
-        `is_moved`: what --save holds is another run's, and is moved aside.
+        `is_moved` tells that --save holds another run, which is about to be moved aside.
         """
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
@@ -381,7 +374,7 @@ class State:
                 raise SettingsError(
                     f"{{ckpt_format=torch}}: Megatron-LM has no {self.net.name}; native holds any network"
                 )
-            # The previous step and the new one; Megatron's format needs a temporary one too.
+            # The previous step and the new one; Megatron's format needs a temporary step too.
             copies = 3 if c.ckpt_format == "torch" else 2
             publish.check_writable(
                 c.save,
@@ -396,11 +389,11 @@ class State:
         return self.net.store.named_state(with_optimizer, to_save=True, with_average=True)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings to save, on rank 0 alone: it reads a part of every data set."""
+        """Return the settings to save; {} on ranks other than 0, which need not read the data."""
         return {**saved_settings(self.recorded), **self.switches} if self.team.is_rank_0 else {}
 
     def save_weights(self, root: Path) -> None:
-        """Write the weights alone as a step into another folder than --save."""
+        """Write the weights alone, as a step in a folder other than --save."""
         state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
         with owner.lock_folder(root) if self.team.is_rank_0 else contextlib.nullcontext():
             named = self.net.store.named_state(False, to_save=True)
@@ -409,23 +402,20 @@ class State:
             )
 
     def save(self) -> float | None:
-        """Save this state, unless --save holds it; return the seconds that the run waited."""
+        """Save this state; return the seconds that the run waited, None as in Saver.save."""
         p = self.progress
-        schedule, blends = (
-            dataclasses.asdict(self.schedule),
-            self.blends.state() if self.blends else None,
-        )
-        state = (
-            dataclasses.asdict(p)
-            | self.sizes
-            | {"schedule": schedule, "loss_scale": self.scaler.state()}
-        )
-        state |= {
+        state: dict[str, Any] = {
+            **dataclasses.asdict(p),
+            **self.sizes,
+            "schedule": dataclasses.asdict(self.schedule),
+            "loss_scale": self.scaler.state(),
             "skips": self.skips,
             "optimizer_steps": self.net.store.steps,
             "network": self.net.name,
+            "epochs": self.epochs,
+            "blends": self.blends.state() if self.blends else None,
+            "losses": list(self.losses),
         }
-        state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
         if (scales := self.net.store.scales) is not None:
             state["fp8"] = scales.state(self.team.gather)
         if (average := self.net.store.average) is not None:

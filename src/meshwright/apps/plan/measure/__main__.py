@@ -18,10 +18,14 @@ from meshwright.config.schema import TrainConfig
 def main() -> None:
     given = json.load(sys.stdin)
     os.nice(given["niceness"])
+    # Settings come as a checkpoint has them, so that none is lost on the way.
     saved = flags.from_saved(TrainConfig, given["settings"], "the settings")
     config, _ = flags.build_config(TrainConfig, [("", saved)])
-    measured = [memory_of_steps(config, given["padded"], rank) for rank in given["ranks"]]
-    json.dump([(steps.peak, steps.events) for steps in measured], sys.stdout)
+    measured = []
+    for rank in given["ranks"]:
+        steps = memory_of_steps(config, given["padded"], rank)
+        measured.append((steps.peak, steps.events))
+    json.dump(measured, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.apps.plan.measure.allocator import MemoryEvent
+from meshwright.apps.plan.measure.allocator import MemoryEvent, rounded
 from meshwright.parallel.pipeline_schedule import Action
 from meshwright.training.micro_step import Network
 
 META = torch.device("meta")
-ROUNDING = 512  # bytes to which torch's allocator rounds up
+
 
 Phase = Literal[
     "set-up",
@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class StepObserver:
-    """What is told of each operation with the section that it runs in; this one forgets it."""
+    """A listener that is told of each operation and its section; this one forgets them."""
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
         """Note an operation of torch's, such as `torch.ops.aten.mm.default`."""
@@ -98,7 +98,7 @@ class StepObserver:
 class StepRecord(NamedTuple):
     """What was allocated and freed, in order, and where each section begins."""
 
-    # each with the number of the event that allocates its memory as the key
+    # The key of an event is the number of the event that allocates its memory.
     events: list[MemoryEvent]
     marks: list[tuple[int, Section]]  # each section, with the number of its first event
 
@@ -114,7 +114,7 @@ class Held:
 
 
 class Account(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made on the meta device in the block."""
+    """A count of the bytes of all tensors that are made on the meta device within its block."""
 
     def __init__(self, recorder: StepObserver | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class Account(TorchDispatchMode):
         self.marks = [(0, SETUP)]
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; most others are activations
         self.held: Any = WeakIdKeyDictionary()  # by storage
-        # number and kind, as they are met
+        # Of each stream: its number, in the order of their first use, and what is allocated there.
         self.streams = {torch.cpu.current_stream(): (0, "activations")}
 
     @classmethod
@@ -155,6 +155,7 @@ class Account(TorchDispatchMode):
 
     def note(self, x: Tensor) -> None:
         """Count a tensor's storage, unless it is known, until Python lets go of it."""
+        # A DTensor has no storage: its local tensor is counted when torch makes that.
         storage = x.untyped_storage()
         if x.device != META or isinstance(x, DTensor) or storage in self.held:
             return
@@ -162,13 +163,14 @@ class Account(TorchDispatchMode):
         new = len(self.streams), "gradients" if is_backward() else "weights"
         stream, kind = self.streams.setdefault(torch.cpu.current_stream(), new)
         size = storage.nbytes()
-        held = Held(-(-size // ROUNDING) * ROUNDING, self.kinds.get(size, kind), stream)
+        held = Held(rounded(size), self.kinds.get(size, kind), stream)
         self.held[storage] = held
         self.fill(held)
         weakref.finalize(storage, self.empty, held)
 
     def fill(self, held: Held) -> None:
         """Allocate the memory of a storage."""
+        # fully_shard may fill what is full already, and empty what is empty.
         if held.key is None:
             held.key = len(self.events)
             self.events.append(MemoryEvent(held.key, held.size, held.kind, held.stream))
@@ -197,17 +199,19 @@ class Account(TorchDispatchMode):
 
 
 class Observer:
-    """Tells an account in which section of its steps a network is.
+    """Hooks that tell an account which section of its steps a network is in.
 
-    It hooks into modules, into the nodes of autograd's graph and around methods of the network's
-    parts, and holds on to no tensor.
+    They are in modules, in the nodes of autograd's graph and around methods of the network's parts,
+    and hold on to no tensor.
     """
 
     def __init__(self, account: Account, net: Network) -> None:
         self.account = account
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         for part in net.parts:
             self.hook_part(part, counts=net.pipeline is None)
+        # The store's calls mark where the backward pass and the update begin.
         self.wrap(net.store, "begin_backward", self.begin_backward)
         self.wrap(net.store, "step", self.begin_update)
         if net.pipeline is not None:
@@ -218,11 +222,13 @@ class Observer:
         self.account.enter(Section(phase, layer, self.micro_batch, self.chunk))
 
     def begin_step(self) -> None:
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         self.enter("begin")
 
     def begin_update(self, *_: Any) -> None:
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         self.enter("update")
 
     def begin_backward(self, *_: Any) -> None:
@@ -232,10 +238,12 @@ class Observer:
     def announced(self, actions: Iterable[Action]) -> Iterator[Action]:
         """Note each pass of a pipeline's schedule before it begins."""
         for action in actions:
-            self.micro_batch, self.chunk = action.microbatch, action.chunk
+            self.micro_batch = action.microbatch
+            self.chunk = action.chunk
             self.enter("embedding" if action.op == "F" else "head backward")
             yield action
-        self.micro_batch, self.chunk = -1, 0
+        self.micro_batch = -1
+        self.chunk = 0
         self.enter("end")
 
     def wrap(self, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -253,10 +261,12 @@ class Observer:
         layers = layer_numbers(part)
 
         def begin(*_: Any) -> None:
+            # A pipeline says the number itself, by its schedule.
             self.micro_batch += counts
             self.enter("embedding")
 
         part.register_forward_pre_hook(begin, prepend=True)
+        # The first layer's inputs and the last one's outputs are the ends of the layers' part.
         for number, layer in enumerate(layers):
             is_last = number == len(layers) - 1
             self.hook_layer(layer, number, is_last)
@@ -293,7 +303,8 @@ class Observer:
             section = Section(phase, layer, self.micro_batch, self.chunk)
 
             def enter(_: Any) -> None:
-                self.micro_batch, self.chunk = section.micro_batch, section.chunk
+                self.micro_batch = section.micro_batch
+                self.chunk = section.chunk
                 self.account.enter(section)
 
             max(nodes, key=lambda node: node._sequence_nr()).register_prehook(enter)

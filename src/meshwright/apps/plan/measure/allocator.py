@@ -16,8 +16,10 @@ from typing import NamedTuple
 MIB = 1 << 20
 MAIN = 0  # number of the stream on which a step computes
 SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of those in medium ones
-SMALL_SEGMENT, MEDIUM_SEGMENT, STEP = 2 * MIB, 20 * MIB, 2 * MIB
-LEAST = 512  # bytes of a block
+SMALL_SEGMENT = 2 * MIB
+MEDIUM_SEGMENT = 20 * MIB
+STEP = 2 * MIB
+LEAST = 512  # bytes of a block, of which each is a multiple
 
 
 class MemoryEvent(NamedTuple):
@@ -29,13 +31,20 @@ class MemoryEvent(NamedTuple):
     stream: int
 
 
+def rounded(size: int) -> int:
+    """Return the bytes that torch's allocator takes for so many."""
+    return -(-size // LEAST) * LEAST
+
+
 class Slab:
     """A block of a segment, free or taken."""
 
     __slots__ = ("after", "at", "before", "is_free", "size")
 
     def __init__(self, at: int, size: int) -> None:
-        self.at, self.size, self.is_free = at, size, False
+        self.at = at
+        self.size = size
+        self.is_free = False
         self.before: Slab | None = None
         self.after: Slab | None = None
 
@@ -68,12 +77,17 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = stream, is_small
         free = self.free[pool]
+        # The smallest free block that is large enough, at the lowest place; no block is at -1.
         place = bisect.bisect_left(free, (size, -1))
         slab = free.pop(place)[2] if place < len(free) else self.new_segment(size)
+        # What a small tensor leaves of a block is used again; of a large one only more than 1 MiB.
         rest = slab.size - size
         if rest >= LEAST if is_small else rest > SMALL:
             other = Slab(slab.at + size, rest)
-            other.before, other.after, slab.after, slab.size = slab, slab.after, other, size
+            other.before = slab
+            other.after = slab.after
+            slab.after = other
+            slab.size = size
             if other.after is not None:
                 other.after.before = other
             self.put(other, pool)
@@ -81,16 +95,16 @@ class CachingAllocator:
         self.taken[key] = slab, pool
 
     def new_segment(self, size: int) -> Slab:
-        taken = (
-            SMALL_SEGMENT
-            if size <= SMALL
-            else MEDIUM_SEGMENT
-            if size < MEDIUM
-            else -(-size // STEP) * STEP
-        )
+        if size <= SMALL:
+            taken = SMALL_SEGMENT
+        elif size < MEDIUM:
+            taken = MEDIUM_SEGMENT
+        else:
+            taken = -(-size // STEP) * STEP
         self.reserved += taken
         self.most = max(self.most, self.reserved)
-        at, self.end = self.end, self.end + taken
+        at = self.end
+        self.end = self.end + taken
         return Slab(at, taken)
 
     def put(self, slab: Slab, pool: Pool) -> None:
@@ -103,6 +117,7 @@ class CachingAllocator:
 
     def release(self, key: int) -> None:
         slab, pool = self.taken.pop(key)
+        # Free neighbours become one block with it, first the one behind, then the one before.
         if (after := slab.after) is not None and after.is_free:
             self.take_out(after, pool)
             slab.size += after.size
@@ -124,6 +139,7 @@ class CachingAllocator:
             kept = []
             for entry in free:
                 size, _, slab = entry
+                # A block without neighbours is a whole segment.
                 if slab.before is None and slab.after is None:
                     self.reserved -= size
                 else:

@@ -19,8 +19,8 @@ from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.config.schema import TrainConfig
 
 LONGEST_PERIOD = 8  # layers after which a pattern of them may repeat
-# layers to which a gradient or gathered weights are passed on; memory that lives longer has a fixed
-# end
+# How many layers later a gradient or gathered weights may be freed. Memory that lives longer is
+# freed at one place, whatever layer it is of.
 NEAR = 2
 
 
@@ -37,8 +37,10 @@ def choose_units(config: TrainConfig, stage: range, least: int) -> list[Unit]:
     """Return the layers of a stage that are measured: of those alike, `least` in a row."""
     groups = recomputed_groups(config, stage)
     kinds = [kind_of_group(config, group, again) for group, again in groups]
-    units, at = list[Unit](), 0
+    units = list[Unit]()
+    at = 0
     while at < len(groups):
+        # Layers may alternate, for example windows and full attention, so a unit is a period.
         period, count = longest_repeat(kinds[at:])
         if count <= least:
             units.append(Unit(tuple(groups[at][0]), 1, kinds[at]))
@@ -58,17 +60,22 @@ def choose_units(config: TrainConfig, stage: range, least: int) -> list[Unit]:
 def recomputed_groups(config: TrainConfig, stage: range) -> list[tuple[range, bool]]:
     """Return groups of layers and whether each is recomputed as one, as GPT.stretches does."""
     t = config.training
-    is_full = t.recompute_granularity == "full"
-    if not is_full or t.recompute_method == "block":
-        again = t.recompute_num_layers if is_full else 0
-        return [(stage[i : i + 1], i < again) for i in range(len(stage))]
     size = t.recompute_num_layers
-    return [(stage[i : i + size], True) for i in range(0, len(stage), size)]
+    is_full = t.recompute_granularity == "full"
+    if is_full and t.recompute_method != "block":
+        return [(stage[i : i + size], True) for i in range(0, len(stage), size)]
+
+    # Layers by themselves, of which recomputation by block takes the first ones.
+    again = 0
+    if is_full:
+        again = size
+    return [(stage[i : i + 1], i < again) for i in range(len(stage))]
 
 
 def kind_of_group(config: TrainConfig, group: range, again: bool) -> tuple[object, ...]:
     """Return all by which a layer may differ from another."""
-    m, precision = config.model, config.precision
+    m = config.model
+    precision = config.precision
     windowed = set(m.windowed_layers)
     kinds: list[object] = [again]
     for i in group:
@@ -78,13 +85,16 @@ def kind_of_group(config: TrainConfig, group: range, again: bool) -> tuple[objec
 
 def longest_repeat(kinds: Sequence[object]) -> tuple[int, int]:
     """Return the period and number of the repetitions at the begin that cover the most."""
-    best, covered = (1, 1), 1
+    best = (1, 1)
+    covered = 1
+    # The shortest period wins among those that cover as much.
     for period in range(1, min(LONGEST_PERIOD, len(kinds)) + 1):
         count = 1
         while kinds[count * period : (count + 1) * period] == kinds[:period]:
             count += 1
         if count > 1 and count * period > covered:
-            best, covered = (period, count), count * period
+            best = (period, count)
+            covered = count * period
     return best
 
 
@@ -116,14 +126,18 @@ def extend(record: StepRecord, units: Sequence[Sequence[Unit]]) -> list[Placed]:
 
 
 class Extension:
-    """The measurement of some units, in which copies of them are placed."""
+    """The measurement of some units, into which their copies are placed."""
 
     def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
-        self.events, self.units = record.events, units
+        self.events = record.events
+        self.units = units
         self.firsts = [first_copies(chunk) for chunk in units]
-        unit_of = []  # by chunk and measured layer
+        unit_of: list[list[int]] = []  # by chunk and measured layer
         for chunk in units:
-            unit_of.append([number for number, unit in enumerate(chunk) for _ in unit.layers])
+            numbers: list[int] = []
+            for number, unit in enumerate(chunk):
+                numbers += [number] * len(unit.layers)
+            unit_of.append(numbers)
 
         # Marks of the layers of one unit that follow each other become one span.
         self.spans, self.begins = list[Span](), list[int]()
@@ -137,6 +151,7 @@ class Extension:
             if not self.spans or self.spans[-1] != span:
                 self.spans.append(span)
                 self.begins.append(begin)
+        # In which order the copies of each span's unit run, and to which span each event belongs.
         self.numbers = {span: number for number, span in enumerate(self.spans)}
         self.forward = [self.runs_forward(number) for number in range(len(self.spans))]
         self.span_of = list[int]()  # by event
@@ -145,8 +160,15 @@ class Extension:
             self.span_of += [number] * (end - begin)
 
     def run(self) -> list[Placed]:
-        freed = {event.key: at for at, event in enumerate(self.events) if event.key != at}
-        timed, keys = list[tuple[LayerPlace, MemoryEvent]](), itertools.count()
+        # The key of memory is the number of the event that allocates it.
+        freed: dict[int, int] = {}
+        for at, event in enumerate(self.events):
+            if event.key != at:
+                freed[event.key] = at
+
+        # Each copy of a unit allocates memory of its own, and some copy frees it.
+        timed = list[tuple[LayerPlace, MemoryEvent]]()
+        keys = itertools.count()
         for at, event in enumerate(self.events):
             span = self.span_of[at]
             if event.key != at or self.spans[span].step == 0:  # freed, or allocated by the set-up
@@ -158,6 +180,7 @@ class Extension:
                 if at in freed:
                     end = max(begin, self.place_of_end(span, copy, freed[at]))
                     timed.append((end, event._replace(key=key, size=-event.size)))
+        # Into the order of time: by span, by run of its unit, by event.
         timed.sort(key=lambda each: each[0])
         return [Placed(self.spans[place.span], event) for place, event in timed]
 
@@ -168,7 +191,8 @@ class Extension:
 
     def runs_forward(self, span: int) -> bool:
         """Return whether the first copy of a span's unit runs first."""
-        before, after = self.neighbour(span, -1), self.neighbour(span, 1)
+        before = self.neighbour(span, -1)
+        after = self.neighbour(span, 1)
         return (before is not None and before < span) or (after is not None and after > span)
 
     def neighbour(self, span: int, step: int) -> int | None:
@@ -179,12 +203,15 @@ class Extension:
         return self.numbers.get(Span(number, section._replace(layer=section.layer + step)))
 
     def run_of(self, span: int, copy: int) -> int:
+        # Backward passes come to the last copy first.
         return copy if self.forward[span] else self.copies(span) - 1 - copy
 
     def place_of_end(self, span: int, copy: int, at: int) -> LayerPlace:
         """Return where the memory that a copy of a span's unit allocates is freed."""
         there = self.span_of[at]
-        begin, end = self.spans[span].section, self.spans[there].section
+        begin = self.spans[span].section
+        end = self.spans[there].section
+        # What nothing repeats is freed once, after the last copy.
         fixed = LayerPlace(there, self.copies(there) - 1, at)
         if begin.layer is None or end.layer is None or begin.chunk != end.chunk:
             return fixed

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from meshwright.apps.plan.measure.account import Section
 
 Kind = Literal["product", "attention", "pass", "host"]
-# see LAUNCHES of base/device_profiles.py
+# The keys of LAUNCHES in base/device_profiles.py.
 Launch = Literal["view", "torch", "triton", "node", "collective"]
 
 
@@ -32,8 +32,7 @@ class TracedOperation(NamedTuple):
     flops: float = 0.0
     bytes: float = 0.0  # read and written
     dtype: str = ""  # of a product's factors; "fp8" for a pass that rounds to it
-    # bytes of sums in full precision that a product writes, and reads if it adds to them
-    totals: float = 0.0
+    totals: float = 0.0  # bytes of a product's results that go into sums in full precision
     heads: Heads | None = None
 
 
@@ -65,7 +64,8 @@ def total(parts: Iterable[tuple[Operations, float]]) -> Counter[TracedOperation]
 
 # The operations of all layers, from those of the few that were measured
 
-WAYS = {  # of a phase, whose work is part of the forward or of the backward pass
+# The pass to which the work of a phase belongs: 0 is forward, 1 backward.
+WAYS = {
     "begin": 0,
     "embedding": 0,
     "layer": 0,
@@ -74,8 +74,6 @@ WAYS = {  # of a phase, whose work is part of the forward or of the backward pas
     "layer backward": 1,
     "embedding backward": 1,
 }
-
-
 STATE = frozenset(["zeros_like"])  # what torch's optimizers execute in their first update alone
 
 
@@ -102,8 +100,8 @@ def operations_of_rank(
 ) -> RankOperations:
     """Return what a rank executes with all layers of its chunks.
 
-    `growth`: how many times as many parameters it has as were measured. An update moves as many
-    times the bytes, by as many kernels.
+    `growth`: its parameters as a multiple of those that were measured. Its update moves that
+    multiple of the bytes, by the same number of kernels.
     """
     copies = [[group.copies for group in chunk for _ in group.layers] for chunk in chunks]
     passes: dict[tuple[int, int], list[Counter[TracedOperation]]] = defaultdict(

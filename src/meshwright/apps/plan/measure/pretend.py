@@ -44,7 +44,7 @@ PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 SHARDING = _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
 FUSED_DEVICES = "_get_fused_kernels_supported_devices"  # torch's function for fused optimizers
 COLLECTIVES = ("all_reduce", "all_to_all_single", "broadcast", "send", "recv", "isend")
-# `with META` keeps a list of torch's functions, as they are before any is replaced
+# `with META` keeps a list of torch's functions; it is made here, before any of them is replaced.
 _device._device_constructors()
 
 
@@ -100,6 +100,7 @@ def pretended_gpu(account: Account) -> Iterator[None]:
 @contextlib.contextmanager
 def pretended_rank(config: TrainConfig, pipeline_rank: int, account: Account) -> Iterator[Layout]:
     """Yield the layout of the first rank of a pipeline rank, within pretended_gpu."""
+    # ZeRO 3 shards by fully_shard, which asks for a group of torch's own.
     plain = connected(config, pipeline_rank)
     if config.parallel.zero_stage < 3 or plain.size("shard", "cp") == 1:
         with pretended_gpu(account):
@@ -156,7 +157,8 @@ class PretendedGroup:
     """A process group of which only the size matters."""
 
     def __init__(self, size: int) -> None:
-        self.count, self.group_name = size, "counted"
+        self.count = size
+        self.group_name = "counted"
 
     def size(self) -> int:
         return self.count
@@ -187,9 +189,13 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
     plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
     sizes |= dict.fromkeys(layout.LANES, plain.pp)
-    is_end = pipeline_rank in (0, plain.pp - 1)  # the ranks that share a tied embedding
-    sizes["embedding"] = plain.pp if is_end else 1
-    groups: dict[str, Any] = {name: PretendedGroup(n) for name, n in sizes.items() if n > 1}
+    sizes["embedding"] = 1
+    if pipeline_rank in (0, plain.pp - 1):  # the ranks that share a tied embedding
+        sizes["embedding"] = plain.pp
+    groups: dict[str, Any] = {}
+    for name, size in sizes.items():
+        if size > 1:  # a dimension of one rank has no group
+            groups[name] = PretendedGroup(size)
     return replace(plain, groups=groups)
 
 
@@ -232,11 +238,14 @@ class FlashAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, tokens, width = q.shape
         account.recorder.attention(q, k, v, dropout, False, account.section)
+        # What the kernel makes and keeps: its output, a number for each row, a generator's state.
         out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
         logsumexp = new(batch, heads, tokens)
-        rng_state, unused = new(2, dtype=torch.int64), new(1, dtype=torch.int64)
+        rng_state = new(2, dtype=torch.int64)
+        unused = new(1, dtype=torch.int64)
         ctx.save_for_backward(q, k, v, out, logsumexp, rng_state, unused)
-        ctx.account, ctx.dropout = account, dropout
+        ctx.account = account
+        ctx.dropout = dropout
         return out
 
     @staticmethod
@@ -249,9 +258,12 @@ class FlashAttention(torch.autograd.Function):
         def like_heads(count: int) -> Tensor:
             return new(batch, tokens, count, width, dtype=q.dtype)
 
-        dq, dk, dv = (like_heads(n).transpose(1, 2) for n in (heads, groups, groups))
+        dq = like_heads(heads).transpose(1, 2)
+        dk = like_heads(groups).transpose(1, 2)
+        dv = like_heads(groups).transpose(1, 2)
         # Sums of dq in full precision, padded to blocks, and a number for each row.
-        rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32
+        rows = -(-tokens // 128) * 128
+        columns = -(-width // 32) * 32
         held = [new(batch, rows, heads, columns), new(batch, heads, rows)]
         if groups < heads:  # the gradients of keys and values before they are summed over groups
             held += [like_heads(heads), like_heads(heads)]
@@ -273,7 +285,8 @@ class FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         account = ctx.account
-        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+        dx = torch.empty_like(x)
+        dw = torch.empty_like(weight)
         account.recorder.fused("rms_norm_backward", (x, weight, grad, dx, dw), account.section)
         return None, dx, dw
 
@@ -304,8 +317,10 @@ def attend(
 def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
-    heads, tokens, scale = q.shape[1], q.shape[2], q.shape[3] ** -0.25
+    """Attend by the steps of aten::_scaled_dot_product_attention_math on a GPU."""
+    heads = q.shape[1]
+    tokens = q.shape[2]
+    scale = q.shape[3] ** -0.25
     q = q * scale
     if mask is None:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=META).tril()
@@ -313,7 +328,7 @@ def attend_by_scores(
         mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1) * scale).add_(mask)
-    # softmax, and which rows are masked
+    # A softmax, and which rows are masked, are there for a moment.
     unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     del unsafe

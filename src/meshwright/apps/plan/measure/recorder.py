@@ -1,4 +1,4 @@
-"""Counts what a measured step executes: torch's operations, Triton's kernels, collectives.
+"""Count what a measured step executes: torch's operations, Triton's kernels, collectives.
 
 An operation of torch touches the tensors that it takes and makes; a view touches nothing. What a
 Triton kernel reads and writes is read from its source: the parameters whose addresses reach
@@ -65,7 +65,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class OperationRecorder(StepObserver):
-    """Counts the operations of the last step that it sees, by section."""
+    """A count of the operations of the last step that it is told of, by section."""
 
     def __init__(self) -> None:
         self.sections: dict[Section, Counter[TracedOperation]] = defaultdict(Counter)
@@ -115,9 +115,9 @@ class OperationRecorder(StepObserver):
 
 
 def node_of_backward() -> object:
-    """Return what tells the running node of the backward pass from others, but not the node.
+    """Return a key of the running node of the backward pass; None in other passes.
 
-    That would keep the memory that it has saved.
+    To keep the node itself would keep the memory that it has saved.
     """
     if not is_backward():
         return None
@@ -133,10 +133,11 @@ def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> TracedOperation
     name = func._schema.name.removeprefix("aten::")
     if func.namespace == "c10d":
         return TracedOperation("host", name, "collective")
-    # copies around collectives and beside products, which are counted with the former
+    # The copies of fully_shard count with the collectives around which they run.
     if func.namespace == "fsdp":
         return TracedOperation("host", name, "torch")
-    taken, made = tensors_in((args, kwargs)), tensors_in(out)
+    taken = tensors_in((args, kwargs))
+    made = tensors_in(out)
     is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.is_view or name in NO_KERNEL or is_on_host:
         return TracedOperation("host", name, "view")
@@ -200,13 +201,14 @@ def bytes_of(
     if name in ("sort", "argsort"):
         return float(SORT_PASSES * sum(map(size_of, made)))
 
+    # Each tensor is read or written once, and those that change are both.
     changed = written(func, args, kwargs)
     changed_ids = set(map(id, changed))
     moved = 0
     for x in (*taken, *made):
         if id(x) not in changed_ids:
             moved += size_of(x)
-    # what is changed in place is read too
+    # A tensor that is changed in place is read too.
     times = 1 if name in OVERWRITES or "out" in kwargs else 2
     return float(moved + times * sum(map(size_of, changed)))
 
@@ -252,7 +254,7 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
         if parameter == "total" and isinstance(ids, Tensor):
             touched = min(touched, ids.numel() * size_of(value[0]))
         moved += touched * ((parameter in reads) + (parameter in writes))
-        # What lies at the addresses in it.
+        # A table of addresses: the memory at each of them is touched.
         pointed = f"*{parameter}"
         if times := (pointed in reads) + (pointed in writes):
             moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES
@@ -261,8 +263,10 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
 
 def symmetric_product_of(given: Mapping[str, Any]) -> TracedOperation:
     """Return a product of matrices [n, m, k] of which the tiles up to the diagonal are computed."""
-    a, out = given["a"], given["out"]
-    rows, columns = given["ROWS"], given["COLUMNS"]
+    a = given["a"]
+    out = given["out"]
+    rows = given["ROWS"]
+    columns = given["COLUMNS"]
     tiles = sum(i * rows // columns + 1 for i in range(-(-given["m"] // rows)))
     return TracedOperation(
         "product",
@@ -287,7 +291,7 @@ def accesses(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class AddressReader(ast.NodeVisitor):
-    """Follows the addresses of a kernel's parameters through its variables."""
+    """A visitor that follows the addresses of a kernel's parameters through its variables."""
 
     def __init__(self, kernel: Any) -> None:
         self.names = kernel.fn.__globals__
@@ -309,10 +313,12 @@ class AddressReader(ast.NodeVisitor):
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for each, own in zip(target.elts, value.elts, strict=True):
-                self.assign(each, own)
+            for one, own in zip(target.elts, value.elts, strict=True):
+                self.assign(one, own)
         elif isinstance(target, ast.Name):
-            self.origins.setdefault(target.id, set()).update(self.sources(value))
+            # A name may hold several addresses over the loop, so none is forgotten.
+            origins = self.origins.setdefault(target.id, set())
+            origins.update(self.sources(value))
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -324,6 +330,7 @@ class AddressReader(ast.NodeVisitor):
             if name != "load":
                 self.writes |= accessed
             return
+        # A kernel that calls another accesses by what it passes on.
         called = self.kernel_of(node.func)
         if called is None:
             return
@@ -336,12 +343,14 @@ class AddressReader(ast.NodeVisitor):
 
     def kernel_of(self, func: ast.expr) -> Any:
         """Return the Triton function that is called, or None if it is not one."""
+        # A name of the kernel's module, or of a module that this one has imported.
         found = None
         if isinstance(func, ast.Name):
             found = self.names.get(func.id)
         elif isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
             found = getattr(self.names.get(func.value.id), func.attr, None)
-        return found if hasattr(found, "arg_names") and hasattr(found, "fn") else None
+        is_kernel = hasattr(found, "arg_names") and hasattr(found, "fn")
+        return found if is_kernel else None
 
     def sources(self, value: ast.expr) -> set[str]:
         """Return the parameters that an address is computed from; a loaded number is not one."""
@@ -349,10 +358,14 @@ class AddressReader(ast.NodeVisitor):
             return self.origins.get(value.id, set())
         if isinstance(value, ast.Call):
             name = value.func.attr if isinstance(value.func, ast.Attribute) else ""
+            # A loaded number becomes an address: what lies there is "*" and the table's name.
             if name == "to" and "pointer_type" in ast.unparse(value.args[0]):
                 loaded = value.func.value  # type: ignore[attr-defined]
                 return {f"*{source}" for source in self.sources(loaded.args[0])}
             if name == "load" or self.kernel_of(value.func) is not None:
                 return set()
-        children = (child for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
-        return set().union(*map(self.sources, children))
+        found = set[str]()
+        for child in ast.iter_child_nodes(value):
+            if isinstance(child, ast.expr):
+                found |= self.sources(child)
+        return found

@@ -42,7 +42,7 @@ from meshwright.training.parameters import (
     stage_numbers,
 )
 
-# layers that are measured of those alike; fully_shard gathers one further ahead
+# How many layers of one kind are measured; with fully_shard, which gathers one ahead, one more.
 LEAST, LEAST_SHARDED = 5, 6
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
 
@@ -128,7 +128,8 @@ def whole_steps(
         count = passed_micro_batches(config, ROUNDS // 2)
     else:
         count = min(2, config.micro_batches(config.global_batch))
-    extent, recorder = Extent(count, steps_to_measure(config)), OperationRecorder()
+    extent = Extent(count, steps_to_measure(config))
+    recorder = OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
     if model is None:
@@ -159,7 +160,7 @@ def whole_steps(
 
 
 def steps_to_measure(config: TrainConfig) -> int:
-    """Return the number of the first step that is as all later ones; with fp8 one makes casts."""
+    """Return the number of the first step that is like all later ones; fp8's first makes casts."""
     return 2 if config.precision.fp8_format else 1
 
 
@@ -185,7 +186,8 @@ def update_of_all(
 
     It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
     """
-    few, others = set[int](), list[int]()
+    few = set[int]()
+    others = list[int]()
     for layers in stages_of_rank(config, pipeline_rank):
         few.update(layers[:2])
         others += layers[2:]
@@ -226,7 +228,7 @@ def update_of(
 def update_growth(
     config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]
 ) -> float:
-    """Return how many times as many parameters a rank has as were measured."""
+    """Return a rank's parameters as a multiple of those that were measured."""
     repeated = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
     held = parameters_of_ranks(config, padded)[pipeline_rank]
     shapes = shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size)
@@ -242,7 +244,8 @@ def complete(events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
 
 def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
     """Return the micro-batches until the peak: GPipe holds all, others those of some rounds."""
-    count, p = config.micro_batches(config.global_batch), config.parallel
+    count = config.micro_batches(config.global_batch)
+    p = config.parallel
     if p.pipeline_schedule == "gpipe":
         return count
     return min(count, rounds * p.pipeline_model_parallel_size)
@@ -287,7 +290,7 @@ class PassMemory(NamedTuple):
     rest: int
 
 
-# number of a kind of stage, whether the micro-batch is the first, and the action
+# The number of a kind of stage, whether the micro-batch is the first, and the action.
 Pass = tuple[int, bool, Op]
 
 
@@ -314,13 +317,18 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
         order.append((kind_of[chunk], i == 0, op))
 
     # Find the pass with the peak: the level before it, messages on their way, and its own.
-    level, most, at, in_flight_at_peak = 0, -1, 0, 0
+    level = 0
+    most = -1
+    at = 0
+    in_flight_at_peak = 0
     sent = list[int]()
     for number, each in enumerate(order):
         in_flight = sum(sent[-kept:])
         peak = level + in_flight + passes.memory[each].most
         if peak > most:
-            most, at, in_flight_at_peak = peak, number, in_flight
+            most = peak
+            at = number
+            in_flight_at_peak = in_flight
         level += passes.memory[each].rest
         kind, _, op = each
         if op == "B" and kind in passes.messages:
@@ -351,7 +359,8 @@ def scheduled_events(
     kept = most_sent(config.chunks)
     # A new key for each allocation of each micro-batch in each stage.
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
-    out, sent = list[MemoryEvent](), list[MemoryEvent]()
+    out = list[MemoryEvent]()
+    sent = list[MemoryEvent]()
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
         kind = kind_of[chunk]
         for event in passes.events[kind, not i, op]:
@@ -384,7 +393,8 @@ schedule_of = functools.lru_cache(1024)(schedule)
 
 def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
-    own, last = stage_numbers(config, pipeline_rank), len(config.stages) - 1
+    own = stage_numbers(config, pipeline_rank)
+    last = len(config.stages) - 1
     out = []
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
         units = choose_units(config, layers, least_layers(config))
@@ -407,7 +417,9 @@ def measure_passes(
         return MEASURED_PASSES[key]
 
     # One stage of each kind is measured, of the others a layer: none is without layers.
-    steps, units, chosen = steps_to_measure(config), list[list[Unit]](), set[int]()
+    steps = steps_to_measure(config)
+    units = list[list[Unit]]()
+    chosen = set[int]()
     for chunk, stage in enumerate(stages):
         if chunk in chunks:
             units.append(stage.units)
@@ -415,7 +427,8 @@ def measure_passes(
         else:
             units.append(stage.units[:1])
         chosen.add(stage.units[0].layers[0])
-    extent, recorder = Extent(2, steps, chunks), OperationRecorder()
+    extent = Extent(2, steps, chunks)
+    recorder = OperationRecorder()
     record = measure_layers(config, padded, pipeline_rank, chosen, extent, recorder)
     placed = [each for each in extend(record, units) if each.span.step == steps]
     growth = update_growth(config, padded, pipeline_rank, units)
@@ -435,7 +448,7 @@ MEASURED_PASSES: dict[object, StagePasses] = {}
 
 
 def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
-    """Return all settings that what a pass allocates may depend on."""
+    """Return all settings on which the memory of a pass may depend."""
     d = config.data
     few_or_one = min(config.micro_batches(config.global_batch), 2)
     return (
@@ -460,8 +473,9 @@ def split_passes(
     ends_in = {each.event.key: each.span.section for each in placed if each.event.size < 0}
     begin = list[MemoryEvent]()
     events = defaultdict[Pass, list[MemoryEvent]](list)
-    # Freed by the same micro-batch; by a later backward pass; at the end of the pass.
-    own, carried = set[int](), set[int]()
+    # Memory that the same micro-batch frees, a later backward pass, or the end of the pass.
+    own = set[int]()
+    carried = set[int]()
     at_end = defaultdict[Pass, list[MemoryEvent]](list)
     messages = Counter[int]()
 
@@ -493,7 +507,7 @@ def split_passes(
                 at_end[at].append(freed(event))
         elif end.phase == "end" and op != "F":
             at_end[at].append(freed(event))
-            # a gradient that is kept until it has arrived
+            # The gradient of the stage's input is kept until it has arrived.
             if section.micro_batch > 0 and section.chunk in senders:
                 messages[number] += event.size
 

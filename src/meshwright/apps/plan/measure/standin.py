@@ -70,7 +70,7 @@ def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 @contextlib.contextmanager
 def triton_or_standin() -> Iterator[Any]:
-    """Yield Triton's module; what a stand-in let be imported is forgotten in the end."""
+    """Yield Triton's module or a stand-in; modules that imported the latter are forgotten."""
     if importlib.util.find_spec("triton") is not None:
         import triton.runtime.jit
 

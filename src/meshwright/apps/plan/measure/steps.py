@@ -30,7 +30,7 @@ from meshwright.training.parameters import WIDTHS
 from meshwright.training.sizes import rows
 from meshwright.training.step import StepSettings, train_step
 
-SETTINGS = StepSettings(1, 1e-3, 0.1)
+SETTINGS = StepSettings(seed=1, lr=1e-3, weight_decay=0.1)  # any do: no tensor has numbers
 
 
 class Extent(NamedTuple):
@@ -39,23 +39,6 @@ class Extent(NamedTuple):
     micro_batches: int  # of a step
     steps: int
     chunks: Sequence[int] = ()  # through which a pipeline runs one micro-batch after the other
-
-
-def account_steps(
-    config: TrainConfig,
-    padded: int,
-    pipeline_rank: int,
-    account: Account,
-    steps: int = 2,
-    model: Model | None = None,
-) -> int:
-    """Take whole steps of a rank with all layers; return the bytes held before them."""
-    with pretended_rank(config, pipeline_rank, account) as layout, account:
-        net = build(config, padded, layout, account, model)
-        held = account.peak = account.now
-        batches = [sample_batch(config)] * config.micro_batches(config.global_batch)
-        take_steps(net, batches, account, steps)
-    return held
 
 
 def measure_layers(
@@ -86,9 +69,9 @@ def measure_update(
     config: TrainConfig,
     padded: int,
     pipeline_rank: int,
-    layers: Collection[int] | None = None,
-    recorder: StepObserver | None = None,
-    model: Model | None = None,
+    layers: Collection[int] | None,
+    recorder: StepObserver,
+    model: Model | None,
 ) -> StepRecord:
     """Update the parameters of these layers, or of all, after their gradients have been summed."""
     account = Account(recorder)
@@ -120,10 +103,12 @@ def build(
 
 
 def kinds_by_size(config: TrainConfig, padded: int, net: Network) -> dict[int, str]:
-    """Return as what tensors of some sizes, in bytes, are counted in a step."""
+    """Return the kinds as which tensors of some sizes, in bytes, are counted in a step."""
     low = WIDTHS[config.precision.dtype]
     has_head = any(getattr(part, "has_head", True) for part in net.parts)
-    kinds = {rows(config) * padded // net.layout.tp * low: "logits"} if has_head else {}
+    kinds = {}
+    if has_head:
+        kinds[rows(config) * padded // net.layout.tp * low] = "logits"
     if isinstance(net.store, FlatStore) and not net.store.keeps_gradients:
         buckets = [bucket.size * max(low, 4) for bucket in net.store.buckets.values()]
         kinds |= {
@@ -150,7 +135,9 @@ def take_steps(net: Network, batches: list[Batch], account: Account, steps: int)
 
 def sample_batch(config: TrainConfig) -> Batch:
     """Return a micro-batch on the host."""
-    d, cp, batch = config.data, config.parallel.context_parallel_size, config.micro_batch
+    d = config.data
+    cp = config.parallel.context_parallel_size
+    batch = config.micro_batch
     masks_loss, resets_positions, resets_attention = d.document_effects
     length = d.seq_length or 0
     ids = torch.zeros(batch, length // cp, dtype=torch.int64)
@@ -183,7 +170,7 @@ def only(config: TrainConfig, layers: Collection[int] | None) -> Iterator[None]:
 
 
 class FewBlocks:
-    """Makes the layers that are measured, and nothing in the place of others."""
+    """A maker of the layers that are measured, which makes nothing in the place of others."""
 
     def __init__(self, block: Any, layers: Collection[int]) -> None:
         self.block, self.layers, self.end = block, set(layers), block.end

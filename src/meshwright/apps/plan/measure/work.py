@@ -7,12 +7,11 @@ from meshwright.apps.plan.measure.stages import memory_of_steps
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import TrainConfig
 from meshwright.model.kind import block_kind
-from meshwright.training.network import Model
 from meshwright.training.parameters import parameters_of_ranks, stage_numbers
 
 
 def is_measurable(config: TrainConfig) -> bool:
-    """Whether a step's operations are known: nothing is compiled, the host updates nothing."""
+    """Return whether a step's operations are known: nothing is compiled or updated by the host."""
     block = block_kind(config.training, config.model, config.precision, NVIDIA)
     compiles_attention = config.model.windowed_layers or config.data.document_effects[2]
     is_compiled = bool(compiles_attention) or (
@@ -21,18 +20,14 @@ def is_measurable(config: TrainConfig) -> bool:
     return not is_compiled and not config.parallel.offloads
 
 
-def operations_of_step(
-    config: TrainConfig, padded: int, model: Model | None = None
-) -> StepOperations:
+def operations_of_step(config: TrainConfig, padded: int) -> StepOperations:
     """Return what all stages execute for a mean micro-batch, and the fullest rank's update."""
-    count, numbers = (
-        max(1, config.micro_batches(config.global_batch)),
-        parameters_of_ranks(config, padded),
-    )
+    count = max(1, config.micro_batches(config.global_batch))
+    numbers = parameters_of_ranks(config, padded)
     stages: dict[int, PassOperations] = {}
     updates = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        executed = memory_of_steps(config, padded, rank, model).operations
+        executed = memory_of_steps(config, padded, rank).operations
         updates.append(executed.update)
         for chunk, number in enumerate(stage_numbers(config, rank)):
             parts = (executed.first[chunk], 1 / count), (executed.later[chunk], 1 - 1 / count)

@@ -87,6 +87,7 @@ def open_libai(
 
 def variables(folder: Path) -> dict[str, torch.Tensor]:
     """Return every variable that has a folder of its name."""
+    # A link could lead out of the folder.
     folders = sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
     )
@@ -97,16 +98,19 @@ def variables(folder: Path) -> dict[str, torch.Tensor]:
 
 def variable(folder: Path, name: str) -> torch.Tensor:
     """Return a view of the mapped file `out`."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
+    of_name = folder / name
+    is_plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) and not of_name.is_symlink()
+    if not is_plain:
         raise bad_data(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read")
-    path = folder / name / "out"
-    meta = folder / name / "meta"
+    path = of_name / "out"
+    meta = of_name / "meta"
     text = read_small(meta, META_LIMIT).decode(errors="replace")
     parts = META.fullmatch(text)
     if not parts or parts[2] not in TYPES:
         raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
-    shape = [int(n) for n in re.findall(r"\d+", parts[1])]
-    dtype: torch.dtype = getattr(torch, TYPES[parts[2]])
+    sizes, kind = parts.groups()
+    shape = [int(n) for n in re.findall(r"\d+", sizes)]
+    dtype: torch.dtype = getattr(torch, TYPES[kind])
 
     # The file must be as long as that: a shorter one would end the process when it is touched.
     count = math.prod(shape)
@@ -114,7 +118,8 @@ def variable(folder: Path, name: str) -> torch.Tensor:
     size = plain_size(path, f"; {meta.name} gives it {expected:,} bytes")
     if size != expected or not count:
         raise bad_data(f"{path}: {size:,} bytes, by {meta.name} it has {expected:,} bytes")
-    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
+    flat = torch.from_file(str(path), shared=False, size=count, dtype=dtype)
+    return flat.view(shape)
 
 
 def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:

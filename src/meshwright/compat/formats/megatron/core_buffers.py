@@ -154,6 +154,7 @@ def rank_shape(name: str, shape: Shape, tensor_ranks: int) -> Shape:
 
 def add_from_bucket(p: Parameter, kind: str, begin: int, boxes: Boxes) -> None:
     """Add the parameter's elements, which start at `begin` in a bucket that was saved in parts."""
+    # A part may hold the end of one parameter and the begin of the next.
     end = begin + prod(p.shape)
     for (at,), values in boxes:
         low = max(begin, at)
@@ -170,7 +171,8 @@ def check_masters(source: MappedSource, views: Mapping[str, list[TensorView]]) -
             some = [1] * master.ndim
             some[-1] = min(master.shape[-1], 64)
             model = torch.empty(some, dtype=getattr(torch, info.dtype))
-            source.fill({name: (info.shape, [(offset, tuple(some))], model)})
+            box = offset, tuple(some)
+            source.fill({name: (info.shape, [box], model)})
             first_row = master[tuple(map(slice, some))]
             if not sharded.is_rounded(model, first_row):
                 raise ValueError(f"the masters at the place of {name} are not the model's weights")

@@ -58,7 +58,8 @@ def open_deepspeed(
     Without `optimizer` its state is not read, unless it holds the weights.
     """
     models = [pickles.load_pickle(path, trust=trust) for path in model_files(folder)]
-    args = megatron_state.namespace(models[0].get("args"))
+    first = models[0]
+    args = megatron_state.namespace(first.get("args"))
     notes: list[str] = []
 
     # The weights: joined in a universal checkpoint, else by rank.
@@ -81,15 +82,16 @@ def open_deepspeed(
         beside = universal_states(folder, ranks[0], layers, trust)
     elif optimizer or is_zero3:
         beside = optimizer_states(folder, ranks, layers, models, trust, notes)
-    version = float(models[0].get("checkpoint_version", 3.0))
+    version = float(first.get("checkpoint_version", 3.0))
     source = megatron_state.as_source(DEEPSPEED, folder, ranks, sizes, args, notes, version)
 
     # Where the run was; a folder that never had an optimizer's state is one of weights alone.
     state: dict[str, Any] = {}
-    is_inside = isinstance(models[0].get("optimizer"), dict)
+    is_inside = isinstance(first.get("optimizer"), dict)
     if beside or (joined and not optimizer) or matching(folder, SHARE) or is_inside:
-        tree = {"iteration": models[0].get("global_steps", 0), **models[0], "optimizer": beside}
+        tree = {"iteration": first.get("global_steps", 0), **first, "optimizer": beside}
         state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
+    # How many ranks wrote it, for messages; a universal checkpoint says so only in its arguments.
     if joined:
         tp = int(args.get("tensor_model_parallel_size", 1))
         stages = int(args.get("pipeline_model_parallel_size", 1))
@@ -97,7 +99,7 @@ def open_deepspeed(
     else:
         stages = max(1, len(models) // len(ranks))
         layout = f"{len(ranks)} tensor x {stages} pipeline ranks"
-    vocab = megatron_state.true_vocabulary(models[0], args)
+    vocab = megatron_state.true_vocabulary(first, args)
     return megatron_state.finish_source(source, state, layout, vocab)
 
 
@@ -119,6 +121,7 @@ def matching(folder: Path, pattern: re.Pattern[str]) -> Files:
 
 
 def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
+    # So many files are numbered from 0 on, unless one is missing.
     missing = sorted(set(range(len(numbers))) - set(numbers))
     if not numbers:
         missing = [0]
@@ -503,7 +506,8 @@ def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     states: Any = base
     groups: list[dict[str, Any]] = [{}]
     if isinstance(base, dict):
-        states, groups = base["state"].values(), base["param_groups"]
+        states = base["state"].values()
+        groups = base["param_groups"]
     # Adam's step is in a state, in a group, or beside both.
     steps = [state["step"] for state in (*states, *groups) if "step" in state]
     step = max(steps, default=tree.get("base_optimizer_state_step"))

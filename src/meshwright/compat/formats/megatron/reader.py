@@ -89,7 +89,8 @@ def open_megatron(
     source = megatron_state.as_source(MEGATRON, folder, ranks, sizes, args, notes, float(version))
     vocab = megatron_state.true_vocabulary(first.tree, args)
     if own:
-        source.config, vocab = own["config"], own["vocab"]
+        source.config = own["config"]
+        vocab = own["vocab"]
     source.version = str(version)
     if float(version) < 2:  # Megatron's spelling, which scripts read
         source.version_note = (
@@ -135,9 +136,11 @@ def model_files(folder: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, stage); all must be there."""
     files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*/model*_rng.pt")):
+        # Without a pipeline the stage is not in the name.
         at = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", path.parent.name)
         if at and path.name in (MODEL, MODEL_ALONE):
-            other = files.setdefault((int(at[1]), int(at[2] or 0)), path)
+            tp, pp = at.groups("0")
+            other = files.setdefault((int(tp), int(pp)), path)
             if other != path:
                 raise bad_data(f"{path} and {other} belong to the same rank; remove one of them")
     if not files:
@@ -145,10 +148,10 @@ def model_files(folder: Path) -> dict[tuple[int, int], Path]:
     t, p = (1 + max(n) for n in zip(*files, strict=True))
     # The folders' names may claim more ranks than a list could hold.
     lacking = (at for at in product(range(t), range(p)) if at not in files)
-    missing = [f"{tp}, {pp}" for tp, pp in islice(lacking, 8)]
-    if missing:
+    if missing := list(islice(lacking, 8)):
+        named = ", ".join(map(str, missing))
         raise bad_data(
-            f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})"
+            f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: {named}"
         )
     return files
 
@@ -166,14 +169,16 @@ def shards(rank: RankFile) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
     folder = rank.path.parent
     paths = sorted(folder.parent.glob(f"{folder.name}_*/{SHARD}"))
-    expected = [f"{folder.name}_{d:03d}" for d in range(len(paths))]
-    if [path.parent.name for path in paths] != expected:
-        raise bad_data(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}")
+    # Numbered from 0 on, without a gap.
+    for d, path in enumerate(paths):
+        if path.parent.name != f"{folder.name}_{d:03d}":
+            raise bad_data(f"{folder}_*/{SHARD}: data ranks are missing; {WITHOUT}")
     return paths
 
 
 def require_equal(ranks: Sequence[RankFile], key: str) -> Any:
     """Return a number that all files must agree on."""
+    # Files of two checkpoints may have been copied into one folder.
     values = {str(rank.path): rank.tree.get(key, 0) for rank in ranks}
     (path, value), *others = values.items()
     for other, another in others:
@@ -194,7 +199,9 @@ def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int
 
     With virtual stages, layers are counted through chunk 0 of every stage, then through chunk 1.
     """
-    trees = {(rank.tp, rank.pp): [flat(rank, tree) for tree in models(rank)] for rank in ranks}
+    trees = {}
+    for rank in ranks:
+        trees[rank.tp, rank.pp] = [flat(rank, tree) for tree in models(rank)]
     stages = 1 + ranks[-1].pp
     chunks = len(trees[0, 0])
     if any(len(each) != chunks for each in trees.values()):
@@ -205,7 +212,8 @@ def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int
     begins = {}
     for chunk, pp in product(range(chunks), range(stages)):
         begins[pp, chunk] = begin
-        numbers = {name.layer for name, _ in trees[0, pp][chunk] if name.layer is not None}
+        tree = trees[0, pp][chunk]
+        numbers = {name.layer for name, _ in tree if name.layer is not None}
         if numbers != set(range(len(numbers))):
             raise bad_data(f"{folder}: layers are missing on stage {pp}, it has {sorted(numbers)}")
         begin += len(numbers)
@@ -287,10 +295,12 @@ def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = aligned(a), aligned(b)
+    a = aligned(a)
+    b = aligned(b)
     if torch.equal(a, b):
         return 0.0
-    a, b = a.double(), b.double()
+    a = a.double()
+    b = b.double()
     return float((a - b).norm() / a.norm())
 
 
@@ -377,8 +387,10 @@ def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
         stretches.sort(key=lambda stretch: stretch.p.tensor.ndim == 1)
         weights = []
         for p, begin, _, _, numel in stretches:
-            weights.append((p.name, p.tensor.reshape(-1)[begin : begin + numel]))
-        for stretch, values in zip(stretches, match_numbered(path, tree, weights), strict=True):
+            part = p.tensor.reshape(-1)[begin : begin + numel]
+            weights.append((p.name, part))
+        states = match_numbered(path, tree, weights)
+        for stretch, values in zip(stretches, states, strict=True):
             for kind, tensor in values.items():
                 stretch.p.add(kind, stretch.begin, tensor)
     return trees[0]

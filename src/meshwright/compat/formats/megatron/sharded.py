@@ -202,10 +202,11 @@ class ModelSizes:
         # A rank has its part of both halves, one after the other.
         if p.part.startswith("mlp.fc.") and self.gates == 2:
             half = rows // 2
+            begin = tp * half
             first, second = (1, 0) if self.gate_last else (0, 1)
             return [
-                RowMap(slice(0, half), (first, tp * half, *rest)),
-                RowMap(slice(half, 2 * half), (second, tp * half, *rest)),
+                RowMap(slice(0, half), (first, begin, *rest)),
+                RowMap(slice(half, 2 * half), (second, begin, *rest)),
             ]
         # All others lie there as here.
         to = [0] * len(shape)

@@ -261,7 +261,8 @@ def weight_decay(args: Mapping[str, Any], optimizer: Mapping[str, Any]) -> float
     inner = optimizer.get("optimizer", optimizer.get("optimizer_state_dict", optimizer))
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
     # That of biases and norms is 0.
-    largest = max((group.get("weight_decay", 0.0) for group in groups), default=0.0)
+    decays = [group.get("weight_decay", 0.0) for group in groups]
+    largest = max(decays, default=0.0)
     return float(args.get("weight_decay", largest))
 
 

@@ -229,20 +229,24 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
     if len(tensor.shape) == len(shape):
         return tensor
     # It is [shares along each dimension ..., elements of a share].
-    share = tuple(n // count for n, count in zip(shape, tensor.shape[:-1], strict=True))
-    if prod(tensor.shape) != prod(shape) or prod(share) != tensor.shape[-1]:
+    *counts, size = tensor.shape
+    share = tuple(n // count for n, count in zip(shape, counts, strict=True))
+    if prod(tensor.shape) != prod(shape) or prod(share) != size:
         raise ValueError(f"{shape} is not cut into shares of {tensor.shape}")
     boxes = []
     for (*which, begin), values in tensor.boxes:
+        # Where the share begins, and the boxes of the stretch within it.
         at = tuple(i * n for i, n in zip(which, share, strict=True))
-        for offset, part in sharded.cut_flat(share, begin, values.reshape(-1)):
+        flat = values.reshape(-1)
+        for offset, part in sharded.cut_flat(share, begin, flat):
             boxes.append((plus(at, offset), part))
     return DistTensor(shape, boxes)
 
 
 def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: DistTensor) -> None:
     """Give the parameter, or each layer's, its boxes of this kind."""
-    layers, shape = 1, tensor.shape
+    layers = 1
+    shape = tensor.shape
     if means.stacked:
         layers, *rest = tensor.shape
         shape = tuple(rest)

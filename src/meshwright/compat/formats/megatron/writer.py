@@ -38,7 +38,8 @@ from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
 
 PARTS = ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")  # in Megatron's order
-ENCODER, WORDS = ("language_model", "encoder"), ("language_model", "embedding", "word_embeddings")
+ENCODER = ("language_model", "encoder")
+WORDS = ("language_model", "embedding", "word_embeddings")
 BEFORE: dict[tuple[str, ...], str] = {
     (*WORDS, "weight"): "wte.weight",
     **{(*WORDS, f"norm.{kind}"): f"ln_emb.{kind}" for kind in ("weight", "bias")},
@@ -99,7 +100,9 @@ def megatron_files(
 
 def check_export(target: MegatronExport) -> None:
     """Refuse, in one list, everything that Megatron could not load."""
-    m, t, p = target.model, target.t, target.p
+    m = target.model
+    t = target.t
+    p = target.p
     rows = target.tensors["wte.weight"].shape[0]
 
     # The network, and whether it can be divided.
