@@ -13,6 +13,7 @@ import lzma
 import re
 import sqlite3
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -487,14 +488,16 @@ def arrow(column: pyarrow.Array, new: Callable[..., object]) -> bytes:
 
 
 def sqlite(values: list[bytes | None]) -> bytes:
-    with sqlite3.connect(":memory:") as database:
+    with (
+        tempfile.NamedTemporaryFile(suffix=".db") as file,
+        sqlite3.connect(file.name) as database,
+    ):
         database.execute("CREATE TABLE posts (n INTEGER, text TEXT)")
         for n, value in enumerate(values):
             database.execute("INSERT INTO posts VALUES (?, CAST(? AS TEXT))", (n, value))
         database.commit()
-        content = database.serialize()
-    database.close()
-    return content
+        database.close()
+        return Path(file.name).read_bytes()
 
 
 VALUES = [b"a", b"caf\xe9", None, "é".encode(), b""]

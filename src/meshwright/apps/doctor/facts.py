@@ -198,6 +198,8 @@ def declared_packages() -> dict[str, str]:
     out: dict[str, str] = {}
     for line in requirements:
         name = re.match(r"[\w-]+", line)
+        if "python_version" in line:  # what later versions of Python have themselves
+            continue
         extra = re.search(r"extra == ['\"](\w+)['\"]", line)
         if name and name[0] != "meshwright" and (extra is None or extra[1] not in NOT_OF_USERS):
             out.setdefault(name[0], extra[1] if extra else "")
