@@ -5,6 +5,7 @@ what is wrong in them, each at its line or row.
 """
 
 import bz2
+import contextlib
 import csv
 import gzip
 import io
@@ -490,13 +491,12 @@ def arrow(column: pyarrow.Array, new: Callable[..., object]) -> bytes:
 def sqlite(values: list[bytes | None]) -> bytes:
     with (
         tempfile.NamedTemporaryFile(suffix=".db") as file,
-        sqlite3.connect(file.name) as database,
+        contextlib.closing(sqlite3.connect(file.name)) as database,
     ):
         database.execute("CREATE TABLE posts (n INTEGER, text TEXT)")
         for n, value in enumerate(values):
             database.execute("INSERT INTO posts VALUES (?, CAST(? AS TEXT))", (n, value))
         database.commit()
-        database.close()
         return Path(file.name).read_bytes()
 
 

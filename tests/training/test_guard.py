@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from helpers import flip_bit, open_step, read_rows
+from helpers import TINY_FLAGS, TinyRun, flip_bit, open_step, read_rows
 from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import steps
 from meshwright.training import loop, micro_step
 from meshwright.training.health import guard
 from meshwright.training.hooks.saving import Saving
+from on_ranks import environments, run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -237,3 +239,23 @@ def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
         "full",
     )
     assert "; 9: verified in full (" in again.out and "; resuming at step 9\n" in again.out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "layout", ["--zero-stage=1", "--zero-stage=3", "--pipeline-model-parallel-size=2"]
+)
+def test_rollback_on_ranks(tmp_path, capsys, layout):
+    """Only the samples of one rank are bad; all go back, and on as one process would."""
+    script = Path(__file__).with_name("spoilt_run.py")
+    environ = [each | {"SPOILT": "22"} for each in environments(2)]
+    exact = ("--params-dtype=float64", "--attention-dropout=0")
+    flags = (*TINY_FLAGS, *BASE, *exact, layout, "--on-nonfinite=rollback:1", *saving("a"))
+    statuses, outputs = run_programs(script, [[str(x) for x in flags]] * 2, environ, tmp_path)
+    assert statuses == [0, 0], outputs
+    [row] = read_rows(tmp_path / "a", "rollback")
+    assert (row["iteration"], row["to"]) == (6, 4) and "on rank 1 (" in row["reason"]
+    want = TinyRun(tmp_path / "want", capsys, *BASE, *exact, "--skip-train-iteration-range", "5-6")
+    got = [x["loss"] for x in read_rows(tmp_path / "a") if x["iteration"] > 6]
+    assert got == pytest.approx(want.losses[4:], rel=1e-9)
