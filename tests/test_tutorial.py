@@ -70,8 +70,8 @@ def stop_training(words: list[str], step: int, number: signal.Signals) -> None:
             if not sent and re.match(rf" iteration +{step}/", line):
                 p.send_signal(number)
                 sent = True
-                # The warm start passes signals on. Meanwhile the run waits for the pipe, which has no
-                # room for all of its lines.
+                # The warm start passes signals on. Meanwhile the run waits for the pipe, which has
+                # no room for all of its lines.
                 time.sleep(1)
     assert sent and p.returncode == (SIGINT if number == signal.SIGINT else -number)
 
