@@ -13,7 +13,7 @@ from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel import symmetric_memory
-from meshwright.parallel.symmetric_memory import SymmetricBuffer
+from meshwright.parallel.symmetric_memory import SymmetricBuffer, trial_numbers
 from meshwright.training import network
 
 SIZE = 1000
@@ -140,6 +140,7 @@ def test_a_wrong_sum_is_refused(monkeypatch):
     """Every start adds numbers up in both ways."""
 
     monkeypatch.setattr(symmetric_memory.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(symmetric_memory.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(symmetric_memory.dist, "all_reduce", lambda x, group: None)
     for error in (0, 1):
         buffer = mock.Mock(device=torch.device("cpu"), own=torch.zeros(symmetric_memory.TRIAL_SIZE))
@@ -148,3 +149,12 @@ def test_a_wrong_sum_is_refused(monkeypatch):
             mock.Mock(),
         )[1]
         assert symmetric_memory.sums_are_right(buffer, None) == (error == 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1024])
+def test_the_numbers_of_the_trial_have_an_exact_sum(ranks: int) -> None:
+    """Beyond 2^24 the order of the addition would decide, and three GPUs would not map memory."""
+    cpu = torch.device("cpu")
+    largest = float(trial_numbers(0, ranks, cpu).max())  # a rank has its multiple of it
+    assert largest * ranks * (ranks + 1) / 2 <= 2**24
+    assert not torch.equal(trial_numbers(0, ranks, cpu), trial_numbers(1, ranks, cpu))

@@ -171,10 +171,18 @@ def choose_mapper(
     return (None if reason else mappers[0]), reason
 
 
+def trial_numbers(rank: int, ranks: int, device: torch.device) -> Tensor:
+    """Return integers of a rank, different from the others', whose sum over the ranks is exact."""
+    # float32 has all integers up to 2^24, and the sum has ranks (ranks + 1) / 2 times the largest.
+    period = max(2, (1 << 24) // (ranks * (ranks + 1) // 2))
+    integers = torch.arange(TRIAL_SIZE, device=device) % period
+    return integers.float() * (rank + 1)
+
+
 def sums_are_right(trial: SymmetricBuffer, group: ProcessGroup) -> bool:
     """Return whether a sum of integers, which no order of addition changes, is the collective's."""
-    integers = torch.arange(TRIAL_SIZE, device=trial.own.device, dtype=torch.float32)
-    expected = trial.own.copy_(integers * (dist.get_rank(group) + 1)).clone()
+    numbers = trial_numbers(dist.get_rank(group), dist.get_world_size(group), trial.own.device)
+    expected = trial.own.copy_(numbers).clone()
     dist.all_reduce(expected, group=group)
     trial.reserve(TRIAL_SIZE)
     trial.total(0, TRIAL_SIZE).wait()
