@@ -296,6 +296,9 @@ def test_the_speed_of_a_core_is_that_of_the_fastest_product(
     monkeypatch.setattr("meshwright.base.device_profiles.time.perf_counter", lambda: next(times))
     assert product_speed() == pytest.approx(524_288 / 4e-6)
 
+    times = iter([0.0, 9.0, 9.5, 9.5])  # this process did not run for seconds
+    assert product_speed() == pytest.approx(524_288 / 0.5)
+
 
 def test_no_launch_is_refused_for_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that does not fit by the closed forms is measured before it is refused."""
