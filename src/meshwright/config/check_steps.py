@@ -244,6 +244,12 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
     for name in ("min_lr", "lr_warmup_init"):
         if o.lr is not None and getattr(o, name) > o.lr > 0:
             out.append(Problem((name, "lr"), f"{stated(o, name)} is above {stated(o, 'lr')}"))
+    # A rate of its own follows the schedule as a multiple of the peak.
+    if o.lr == 0:
+        for name in ("embedding_lr", "head_lr", "vector_lr"):
+            if getattr(o, name):
+                text = "follows the schedule of {lr}, which is 0; give {lr} a value, however small"
+                out.append(Problem((name, "lr"), f"{stated(o, name)} {text}"))
     if o.head_lr is not None and not c.model.untie_embeddings_and_output_weights:
         text = (
             "{head_lr}: the output layer is the token table; give {embedding_lr}, or "
