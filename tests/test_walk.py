@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="code objects of Python 3.10 have no qualified name"
 )
 SOURCE = Path(meshwright.__file__).parent
-MOST_FILES, MOST_LINES, MOST_FILES_OF_A_STEP = 33, 1311, 50
+MOST_FILES, MOST_LINES, MOST_FILES_OF_A_STEP = 33, 1289, 50
 LOOKED_UP = ("parallel/layout", "base/device", "config/", "runtime/ranks/heartbeat")
 ASIDE = {
     "State.is_done",
@@ -106,9 +106,10 @@ def by_file(seen: set[CodeType]) -> dict[str, dict[str, int]]:
         outer = code.co_qualname.partition(".<locals>")[0]
         is_inside = code.co_qualname != outer and any(outer == other.co_qualname for other in seen)
         if not is_inside and not code.co_name.startswith("<"):
-            files.setdefault(file_of(code), {})[code.co_qualname] = len(
-                inspect.getsourcelines(code)[0]
-            )
+            lines = [line.strip() for line in inspect.getsourcelines(code)[0]]
+            # Comments and blank lines make a function longer to scroll, and shorter to read.
+            read = [line for line in lines if line and not line.startswith("#")]
+            files.setdefault(file_of(code), {})[code.co_qualname] = len(read)
     return files
 
 

@@ -26,7 +26,6 @@ from meshwright.data.loader import Mock
 from meshwright.model.gpt import GPT
 from meshwright.model.layers import Embedding, Linear
 from meshwright.parallel.layout import Layout
-from meshwright.training import run as train
 from meshwright.training.network import Spec, require_rated_tables
 from meshwright.training.run import Caller
 
@@ -47,6 +46,12 @@ def example():
 
 def tensors(folder, step):
     return safetensors.numpy.load_file(folder / f"iter_{step:07d}" / "rank_00000.safetensors")
+
+
+def train_as(settings: TrainConfig, caller: Caller) -> int:
+    """Train a model, with a loss and on data, of the caller's own; return the status."""
+    own = {"model": caller.model, "loss": caller.loss, "datasets": caller.datasets}
+    return meshwright.train(settings, **own).status
 
 
 def parts(example):
@@ -88,7 +93,7 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     model, loss, datasets = parts(example)
     uninterrupted = example.settings(str(tmp_path / "uninterrupted"), steps)
     datasets = datasets | {"valid": example.Sums(10**6, seed=2)}
-    assert train.run(uninterrupted, Caller(model, loss, datasets)) == 0
+    assert train_as(uninterrupted, Caller(model, loss, datasets)) == 0
     capsys.readouterr()
     printed = [printed_losses(tmp_path / name) for name in ("sums", "uninterrupted")]
     assert printed[0] == printed[1] and len(printed[0]) == steps
@@ -106,14 +111,14 @@ def test_the_example_reports_user_errors(example, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def all_three(example, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three") / "run"
-    assert train.run(example.settings(str(folder), 4), Caller(*parts(example))) == 0
+    assert train_as(example.settings(str(folder), 4), Caller(*parts(example))) == 0
     return folder
 
 
 @pytest.mark.promise("a network, data set or script of yours")
 def test_the_block_is_used(example, all_three, tmp_path):
     model, loss, datasets = parts(example)
-    assert train.run(example.settings(str(tmp_path), 4), Caller(None, loss, datasets)) == 0
+    assert train_as(example.settings(str(tmp_path), 4), Caller(None, loss, datasets)) == 0
     assert read_losses(tmp_path)[0] != read_losses(all_three)[0]
     assert "h.0.ln_2.weight" in tensors(tmp_path, 4) and "h.0.ln_2.weight" not in tensors(
         all_three, 4
@@ -123,7 +128,7 @@ def test_the_block_is_used(example, all_three, tmp_path):
 def test_the_loss_is_used(example, all_three, tmp_path):
     """Logits are about 0 at the initial weights, so the z-loss is 1e-4 ln(257)^2 = 0.0031."""
     model, loss, datasets = parts(example)
-    assert train.run(example.settings(str(tmp_path), 4), Caller(model, None, datasets)) == 0
+    assert train_as(example.settings(str(tmp_path), 4), Caller(model, None, datasets)) == 0
     assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(
         1e-4 * math.log(257) ** 2, rel=0.02
     )
@@ -142,11 +147,11 @@ def test_the_data_are_used(example, all_three, tmp_path):
 
     settings = example.settings(str(tmp_path / "a"), 4)
     settings = changed(settings, "data", num_workers=0)
-    assert train.run(settings, Caller(model, loss, datasets | {"train": Recorded(10**9, 1)})) == 0
+    assert train_as(settings, Caller(model, loss, datasets | {"train": Recorded(10**9, 1)})) == 0
     assert read == list(range(64)) and read_losses(tmp_path / "a") == read_losses(all_three)
     other = {"train": Mock(256, 10**6, example.SEQ, 1)}
     assert (
-        train.run(example.settings(str(tmp_path / "b"), 4), Caller(model, loss, datasets | other))
+        train_as(example.settings(str(tmp_path / "b"), 4), Caller(model, loss, datasets | other))
         == 0
     )
     assert read_losses(tmp_path / "b") != read_losses(all_three)
@@ -164,11 +169,11 @@ def test_generate_refuses_another_network(all_three, capsys):
 def test_another_network_does_not_continue(example, tmp_path):
     model, loss, datasets = parts(example)
     settings = example.settings(str(tmp_path / "a"), 4, 2)
-    assert train.run(settings, Caller(model, loss, datasets)) == 0
+    assert train_as(settings, Caller(model, loss, datasets)) == 0
     with pytest.raises(
         UserError, match="holds a GPT of Parallel but this run builds a GPT of Block"
     ):
-        train.run(example.settings(str(tmp_path / "a"), 4), Caller(None, loss, datasets))
+        train_as(example.settings(str(tmp_path / "a"), 4), Caller(None, loss, datasets))
 
 
 @pytest.mark.parametrize(
@@ -190,23 +195,23 @@ def test_a_model_that_a_checkpoint_cannot_hold_is_refused(example, change, messa
         return network
 
     with pytest.raises(UserError, match=message):
-        train.run(example.settings(None, 2), Caller(model, None, parts(example)[2]))
+        train_as(example.settings(None, 2), Caller(model, None, parts(example)[2]))
 
 
 def test_missing_training_data_are_refused(example):
     with pytest.raises(UserError, match='no "train"'):
-        train.run(example.settings(None, 2), Caller(datasets={}))
+        train_as(example.settings(None, 2), Caller(datasets={}))
 
 
 def test_data_without_the_three_methods_are_refused_by_name(example):
     given = parts(example)[2] | {"valid": [np.arange(49)]}
     with pytest.raises(UserError, match=r'datasets\["valid"\], a list, has no locate'):
-        train.run(example.settings(None, 2), Caller(datasets=given))
+        train_as(example.settings(None, 2), Caller(datasets=given))
 
 
 def test_samples_of_another_length_are_refused(example):
     with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64"):
-        train.run(
+        train_as(
             example.settings(None, 2),
             Caller(datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)}),
         )
@@ -220,7 +225,7 @@ def test_a_network_without_h_is_compiled_as_one(example, monkeypatch):
     settings = example.settings(None, 2)
     t = dataclasses.replace(settings.training, compile="on", eval_iters=0)
     assert (
-        train.run(
+        train_as(
             dataclasses.replace(settings, training=t), Caller(bigram(), None, parts(example)[2])
         )
         == 0
@@ -235,17 +240,15 @@ def test_a_network_is_compiled_on_a_gpu(example):
         options = Spec(settings, Layout(), torch.device("cuda"), 257, 384, made).options
         assert options.compiled == compiled and options.fused != compiled
     settings = changed(settings, "training", fused_kernels="on")
-    with pytest.raises(UserError, match="--fused-kernels on is for the layers of our own models"):
-        train.run(settings, Caller(bigram(), None, parts(example)[2]))
+    with pytest.raises(UserError, match="fused_kernels='on' is for the layers of our own models"):
+        train_as(settings, Caller(bigram(), None, parts(example)[2]))
 
 
 def test_a_network_has_no_factors_of_mup(example):
     settings = example.settings(None, 2)
     settings = changed(settings, "model", mup_base_hidden_size=8)
-    with pytest.raises(
-        UserError, match="--mup-base-hidden-size is for the layers of our own models"
-    ):
-        train.run(settings, Caller(bigram(), None, parts(example)[2]))
+    with pytest.raises(UserError, match="mup_base_hidden_size is for the layers of our own models"):
+        train_as(settings, Caller(bigram(), None, parts(example)[2]))
 
 
 def bigram():
@@ -261,7 +264,7 @@ def test_network_without_blocks(example, tmp_path):
     for folder, stops in (("uninterrupted", [None]), ("resumed", [5, None])):
         for stop in stops:
             settings = example.settings(str(tmp_path / folder), 12, stop)
-            assert train.run(settings, Caller(bigram(), loss, datasets)) == 0
+            assert train_as(settings, Caller(bigram(), loss, datasets)) == 0
     losses = read_losses(tmp_path / "uninterrupted")
     assert losses == read_losses(tmp_path / "resumed") and len(losses) == 12
     a, b = tensors(tmp_path / "uninterrupted", 12), tensors(tmp_path / "resumed", 12)
@@ -297,7 +300,7 @@ def test_first_weights_are_drawn_by_name(example, tmp_path):
 
     for kind in (Named, Own):
         settings = example.settings(None, 1)  # one step, at rate 0: the warm-up begins
-        assert train.run(settings, Caller(kind, loss, datasets)) == 0
+        assert train_as(settings, Caller(kind, loss, datasets)) == 0
     weights, own = ({n: p.detach() for n, p in network.named_parameters()} for network in made)
     assert (weights["any.bias"] == 0).all() and (weights["scale"] == 1).all()
     for name, std in (("wte.weight", 0.02), ("any.weight", 0.02), ("proj.weight", 0.01)):
@@ -315,7 +318,7 @@ def test_a_loss_of_another_shape_is_refused(example, reduction):
         )
 
     with pytest.raises(UserError, match="one loss for each token"):
-        train.run(example.settings(None, 2), Caller(None, loss, parts(example)[2]))
+        train_as(example.settings(None, 2), Caller(None, loss, parts(example)[2]))
 
 
 def test_a_loss_beside_our_z_loss_is_refused(example):
@@ -327,14 +330,14 @@ def test_a_loss_beside_our_z_loss_is_refused(example):
 
 def test_too_few_samples_are_refused(example):
     with pytest.raises(UserError, match="has 100 samples, the run needs 320"):
-        train.run(example.settings(None, 20), Caller(None, None, {"train": example.Sums(100, 1)}))
+        train_as(example.settings(None, 20), Caller(None, None, {"train": example.Sums(100, 1)}))
 
 
 def test_muon_without_layers_is_refused(example):
     settings = example.settings(None, 2)
     settings = changed(settings, "optimizer", optimizer="muon")
     with pytest.raises(UserError, match="but this model has none"):
-        train.run(settings, Caller(bigram(), None, parts(example)[2]))
+        train_as(settings, Caller(bigram(), None, parts(example)[2]))
 
 
 @pytest.mark.parametrize("setting", ["embedding_lr", "head_lr"])
@@ -358,5 +361,5 @@ def test_custom_data_needs_no_files(tmp_path: Path) -> None:
     ]
     config = flags.parse_settings(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
-    assert train.run(config, Caller(datasets=data)) == 0
+    assert train_as(config, Caller(datasets=data)) == 0
     assert open_step(tmp_path, 6).config["data_fingerprint"] == []

@@ -532,18 +532,9 @@ def test_nvidia_smi_of_other_machines(tmp_path, monkeypatch, capsys):
     """A machine's first rank prints; a failure, and one that hangs, are reported in one line."""
     mine = object.__new__(metrics.Metrics)
     mine.is_rank_0, mine.gpus_are_hidden, mine.config = False, False, schema.TrainConfig()
-    place = {
-        "RANK": "4",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "10.10.0.8",
-        "MASTER_PORT": "6000",
-    }
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
     fake_smi(tmp_path / "bin", monkeypatch, SMI)
-    for local_rank in "10":
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for is_first in (False, True):
+        mine.is_first_of_machine = is_first
         mine.print_gpus()
     assert capsys.readouterr().out.count("1234 MiB\n") == 1
     monkeypatch.setattr(device, "SMI_SECONDS", 0.2)

@@ -37,12 +37,13 @@ class DecodeStep:
         self.model = model
         self.cache = cache
         # Cosines and sines of all places of the cache, among which a step looks up its tokens'. In
-        # float32, since `reason_against` refuses float64.
+        # float32, but for tests, which compare the step in float64.
         wte = model.wte.weight
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
             ids = torch.arange(cache.room, device=wte.device)
-            cos, sin = rotations(model.m, ids[:, None], torch.float32)
+            exact = torch.float64 if wte.dtype is torch.float64 else torch.float32
+            cos, sin = rotations(model.m, ids[:, None], exact)
             self.rotation = cos.contiguous(), sin.contiguous()
         self.layers = []
         for i, block in model.h.items():
