@@ -21,6 +21,7 @@ from helpers import TINY_FLAGS, open_step, printed_losses, read_losses
 from meshwright.__main__ import main
 from meshwright.base.errors import UserError
 from meshwright.config import flags
+from meshwright.config.fields import with_settings
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.data.loader import Mock
 from meshwright.model.gpt import GPT
@@ -259,11 +260,16 @@ def bigram():
 
 
 def test_network_without_blocks(example, tmp_path):
-    """The page's network resumes exactly, and is initialised and saved by its names."""
+    """The page's network resumes exactly, and is initialised and saved by its names.
+
+    It is not compiled: on a GPU two runs of one compiled network differ in their last bits.
+    """
     _, loss, datasets = parts(example)
     for folder, stops in (("uninterrupted", [None]), ("resumed", [5, None])):
         for stop in stops:
-            settings = example.settings(str(tmp_path / folder), 12, stop)
+            settings = with_settings(
+                example.settings(str(tmp_path / folder), 12, stop), compile="off"
+            )
             assert train_as(settings, Caller(bigram(), loss, datasets)) == 0
     losses = read_losses(tmp_path / "uninterrupted")
     assert losses == read_losses(tmp_path / "resumed") and len(losses) == 12
