@@ -330,7 +330,11 @@ def test_products_have_their_memory_before_activations_do():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_a_cpu_keeps_freed_memory():
-    """The system clears at most half of the pages of tensors that come and go."""
+    """The system clears at most half of the pages of tensors that come and go.
+
+    Otherwise it clears all of them. Where the heap begins is drawn for each process, and a block
+    may not fit where one was freed, so the best of three counts.
+    """
     code = (
         "import resource, torch; from meshwright.base import device\n"
         "def fill(): return [torch.ones(2**20 * n) for n in (4, 4, 4, 4, 40)]\n"
@@ -339,8 +343,12 @@ def test_a_cpu_keeps_freed_memory():
         "for _ in range(5): fill()\n"
         "print((cleared() - before) * resource.getpagesize() / (5 * 4 * 2**20 * 56))"
     )
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(got.stdout) < 0.5
+
+    def share() -> float:
+        words = [sys.executable, "-c", code]
+        return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+    assert any(share() < 0.5 for _ in range(3))
 
 
 @pytest.mark.parametrize("files", host.CGROUP_FILES, ids=["version 2", "version 1"])
