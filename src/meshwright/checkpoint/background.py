@@ -81,7 +81,7 @@ class Background:
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise its failure."""
-        # Taken out first: a failure is reported once.
+        # The save is forgotten first, so that its failure is reported once.
         flying = self.flying
         self.flying = None
         if flying is not None:

@@ -62,7 +62,6 @@ def split_boxes(
     boxes: Iterable[tuple[Shape, Shape]], flat: torch.Tensor
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield each box with its part of a flat tensor that holds one box after the other."""
-    # Boxes follow each other in the flat tensor without gaps.
     start = 0
     for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
         end = start + math.prod(box.size)

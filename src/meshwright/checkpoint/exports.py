@@ -66,7 +66,7 @@ def refuse_option(name: str) -> Expression:
     """Refuse a network with this option, which the target does not have."""
 
     def obstacle(m: Model) -> str:
-        # As in networks from before there was the option.
+        # ABSENT has the value of networks without the option.
         value = getattr(m, name)
         if value == ABSENT[name]:
             return ""

@@ -65,7 +65,7 @@ class ForeignFolder:
 
     def sizes(self, width: str, heads: str, layers: str) -> tuple[int, int, int]:
         """Return the numbers under these keys, of layers at most as many as there are tensors."""
-        # Before any loop over the layers: a wrong number could make it endless.
+        # A wrong number of layers could make a loop over them endless, so it is checked first.
         most = len(self.tensors)
         why = "it has no more tensors"
         count = claimed(self.get(layers, COUNT), f"{layers} of {self.file}", most, why=why)
@@ -98,7 +98,7 @@ class ForeignFolder:
             raise bad_data(f"{self.folder} has no tensor {name}")
         tensor = self.tensors[name]
         self.used.add(name)
-        # Settings and tensors are of two files, which need not belong together.
+        # Settings and tensors come from two files, which may not belong together.
         if len(shape) != tensor.ndim or any(
             b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)
         ):
@@ -128,7 +128,7 @@ class ForeignFolder:
 
     def check_used(self) -> None:
         """Refuse tensors of another network; buffers that old versions saved do not count."""
-        # Causal masks and frequencies, which follow from the settings.
+        # Such buffers are causal masks and frequencies, which follow from the settings.
         buffer = r"(.*\.)?((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)"
         left = [
             name

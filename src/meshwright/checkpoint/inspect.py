@@ -143,7 +143,7 @@ def describe_tensor(source: Source, name: str, info: TensorInfo) -> str:
     shape = "x".join(map(str, info.shape)) or "scalar"
     dtype = native.NAMES[info.dtype]
     size = math.prod(info.shape) * native.SIZES[dtype]
-    # How it was saved: a part of each rank that held one.
+    # Each rank that held a part of the tensor has saved it as a box of its own file.
     boxes = source.parts(name)
     files = {file for file, _ in boxes}
     return (

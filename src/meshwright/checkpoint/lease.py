@@ -87,8 +87,8 @@ class Lease:
             "process": process,
             "start": uuid.uuid4().hex,
         }
-        # Written only if the object is still as it was read, so that of two that take over at the
-        # same time one fails.
+        # The object is written only if it is still as it was read: of two processes that take over
+        # at the same time, one fails.
         self.before = before = self.wait_for_other()
         mode: Any = "create" if before is None else {"e_tag": before["tag"]}
         if not wrote_last(root, before):
@@ -130,7 +130,7 @@ class Lease:
             owner = read_owner(self.store, self.key)
             if owner is None or owner["released"]:
                 return owner
-            # Each beat is another number: clocks of two machines need not agree.
+            # Beats are compared, not times, since the clocks of two machines may differ.
             if owner["beat"] != first["beat"]:
                 raise self.in_use(owner)
         remark(

@@ -74,7 +74,7 @@ def first_intact(
     """
     team.run_on_all(lambda: mirror.fetch(path))
     location, notes = search_on_rank_0(path, lambda: steps.find_step(path, sizes=sizes), team)
-    # Damage shows only as a step is read, so each is tried; all ranks then go on to the next one.
+    # Damage shows only when a step is read, so steps are tried until one is intact on all ranks.
     reported: list[PassedStep] = []
     while True:
         reported += map(PassedStep, notes)
@@ -95,7 +95,7 @@ def find_older(
     path: Path, location: StepLocation, damage: DamagedCheckpoint, note: str, report: Report
 ) -> Search:
     """Find the step before a damaged one; raise the damage if no other may be taken."""
-    # Whoever names a step, or another program's folder, wants that one.
+    # Whoever names a step, or another program's folder, wants no other.
     if not location.ours or path.resolve() == location.folder.resolve():
         raise damage
     report(note)
@@ -197,7 +197,7 @@ def open_foreign(
             source: Source = all_formats()[kind].load_reader()(
                 folder, options.trust, options.heads, options.optimizer
             )
-    # A file may be damaged or hostile, and its reader meets that as any error of Python's.
+    # In a damaged or hostile file the reader may run into any of Python's errors.
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (

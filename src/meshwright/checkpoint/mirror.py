@@ -105,7 +105,7 @@ def list_run(store: BucketObjects, key: str) -> dict[str, Entry]:
         return objects
     folder = step_folder("", int(tracked))
     manifest = f"{folder}/{MANIFEST}"
-    # An object that the list lacks is found by its name.
+    # A list may lag behind; an object that it lacks can still be found by its name.
     if manifest not in objects and store.entry(f"{key}/{manifest}") is not None:
         what = f"the list of {store.bucket}/{key} lacks {manifest}, which is there"
         raise UserError(f"{what}: the list is out of date; start again in a minute", IO)

@@ -137,7 +137,7 @@ def step_files(
 
     `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
-    # Laid out while the ranks agree, so that a tensor that cannot be saved is reported together.
+    # The ranks make the layout together, so that all of them fail if one cannot save a tensor.
     head = b""
     extents: list[BoxToWrite] = []
     texts: dict[str, bytes] = {}
@@ -154,7 +154,7 @@ def step_files(
                 write(part)
 
     def describe_all() -> int:
-        # A gap or an overlap would show only when somebody loads the step.
+        # Without this check, a gap or an overlap would show only when somebody loads the step.
         index = make_index(described)
         check_cover(index)
         text = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
@@ -266,8 +266,8 @@ def lay_out(named: TensorBoxes) -> tuple[bytes, list[BoxToWrite]]:
     """Return a safetensors header and the extents after it, widest types first to align them."""
     extents = []
     for name, (shape, boxes, tensor) in named.items():
-        dtype = dtype_name(tensor)
         whole = flatten(name, shape, boxes, tensor)
+        dtype = dtype_name(tensor)
         for box, flat in split_boxes(boxes, whole):
             # A part has its ranges in its key, so that the keys of a file differ.
             if box.size == tuple(shape):
@@ -314,7 +314,7 @@ def describe_wanted(named: TensorBoxes, rank: int) -> Described:
         if boxes:
             key = tuple((tuple(offset), tuple(size)) for offset, size in boxes)
             names.setdefault(key, []).append(name)
-    # What is wanted has no place in a file.
+    # Wanted boxes have no place in a file, so 0 stands for it.
     rows = []
     for boxes, own in names.items():
         rows.append((own, [(0, offset, size) for offset, size in boxes]))
@@ -339,7 +339,7 @@ def byte_views(flat: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a flat tensor: views of CPU memory, or bounded copies from a GPU."""
     import torch
 
-    # A view in memory is not copied, so the bound costs nothing there.
+    # A slice of CPU memory is a view, so the bound on its size costs nothing there.
     count = PART // flat.element_size()
     for i in range(0, flat.numel(), count):
         yield flat[i : i + count].cpu().view(torch.uint8).numpy().data
@@ -369,7 +369,7 @@ class StoredBox(NamedTuple):
 
     def byte_range(self, low: Shape, high: Shape) -> tuple[int, int]:
         """Return the bytes from the first to the last element between `low` and `high`."""
-        # The box lies in row order, so everything between is within these bytes.
+        # The box's elements are in row order, so these bytes hold everything between the two.
         itemsize = SIZES[self.dtype]
         first = position(self.box, low)
         last = position(self.box, tuple(end - 1 for end in high))
@@ -654,7 +654,7 @@ def read_file(
             for low, high in pieces(copy):
                 begin, end = copy.stored.byte_range(low, high)
                 data = torch.frombuffer(reader.read(begin, end), dtype=dtype)
-                # Both as views with the strides of their box, so that torch copies rows.
+                # Both become views with the strides of their boxes, so that torch copies rows.
                 size = minus(high, low)
                 theirs = data.as_strided(size, strides(copy.stored.box.size), 0)
                 to = position(copy.wanted, low) + copy.target.storage_offset()
@@ -695,7 +695,7 @@ def plan_copies(
 ) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
-    # Each wanted box, and the stored boxes that meet it.
+    # Find for each wanted box the stored boxes that meet it.
     cut = list(split_boxes(boxes, target))
     parts: list[list[BoxCopy]] = [[] for _ in cut]
     rows, numbers, *_ = meetings(stored, boxes)
@@ -729,7 +729,7 @@ def read_index(
             raw = tensor["boxes"]
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
-            # A step of a large cluster has a hundred thousand boxes: they are checked as arrays.
+            # A large cluster's step has 100,000 boxes, which are checked faster as arrays.
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]
             infos[name] = TensorInfo(tuple(shape), TORCH[dtype])
             own = parse_boxes(len(shape), dtype, rows)
@@ -773,7 +773,7 @@ def parse_boxes(dimensions: int, dtype: str, rows: Sequence[Any]) -> StoredTenso
 
 def parse_sizes(values: Sequence[Sequence[int]], length: int) -> Ints:
     """Return lists of so many sizes or offsets as an array."""
-    # With the form given, since numpy takes an array of nothing for one of floats.
+    # numpy would make an array of floats from empty lists, and lose its form.
     form = len(values), length
     array = np.array(values) if math.prod(form) else np.empty(form, np.int64)
     # Lists of other things, or of unequal lengths, become arrays of another type or shape.

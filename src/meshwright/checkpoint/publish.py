@@ -171,7 +171,7 @@ def find_users(root: Path, team: Team) -> Users:
             os.symlink(str(team.rank), mark)
         return int(os.readlink(mark))
 
-    # Each rank has read who made the mark that it sees: in one folder, all read the same rank.
+    # Each rank has read which rank made the mark; ranks that share a folder read the same one.
     claimed = team.gather(team.run_on_all(explain_failures(root, 0)(claim)))
     users = tuple(map(claimed.index, claimed))
     if is_first_user(users, team):
@@ -218,7 +218,7 @@ def write_file(path: Path, produce: Produce) -> manifests.File:
 
         def write(data: bytes | bytearray | memoryview) -> None:
             nonlocal size
-            # Cut at the ends of chunks, which have a hash each.
+            # Data is cut at the ends of chunks, since each chunk has its own hash.
             view = memoryview(data).cast("B")
             while len(view):
                 part = view[: manifests.CHUNK - size % manifests.CHUNK]
@@ -239,7 +239,7 @@ def write_file(path: Path, produce: Produce) -> manifests.File:
 
 
 def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
-    # A write may take only a part of what it is given.
+    # A call may write only a part of what it is given.
     end = begin
     for part in parts:
         while len(part):

@@ -172,7 +172,7 @@ class MappedSource(Source):
             view = Box(offset, tuple(stored.shape))
             low, high = intersection(box, view)
             if not_empty(low, high):
-                # The same elements, by their places in the view and in the wanted box.
+                # The shared elements have one place in the view and another in the wanted box.
                 in_view = slices(minus(low, offset), minus(high, offset))
                 in_box = slices(minus(low, box.offset), minus(high, box.offset))
                 moments.assign(target[in_box], aligned(stored[in_view]))

@@ -99,7 +99,7 @@ class Uploader:
     def end(self) -> None:
         """Wait, and raise the failure of what was sent."""
         self.wait()
-        # Taken out first: a failure is reported once.
+        # The upload is forgotten first, so that its failure is reported once.
         flying = self.flying
         self.flying = None
         if flying is not None:
@@ -248,7 +248,7 @@ class Uploader:
             store, key = locate(folder)
             names = dict.fromkeys([MANIFEST, *store.entries(key)])
             store.delete([f"{key}/{name}" for name in names])
-            # What was sent of this step is not there any more.
+            # The notes of what was sent of this step go too.
             for name in list(sent):
                 if name.startswith(f"{folder.name}/"):
                     del sent[name]

@@ -66,7 +66,7 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
             f"nothing to build: all {len(needed)} index arrays are in {shown_folders} ({seconds:.1f} s)"
         )
         return
-    # An entry is a record and the arrays beside it, whose names begin as its own.
+    # An entry is a record and the arrays beside it, whose names begin like the record's.
     size = 0
     for record in new:
         for path in record.parent.glob(f"{record.stem}*"):
@@ -80,7 +80,7 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
 
 def list_arrays(datasets: Iterable[Any]) -> list[Any]:
     """Return the index arrays of data sets and of their parts."""
-    # Blends have parts, which may be blends themselves.
+    # The parts of a blend may be blends themselves.
     out = list[Any]()
     left = [dataset for dataset in datasets if dataset is not None]
     while left:
@@ -123,7 +123,7 @@ def show_sample(
             f"{{sample={number}}}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}",
             BAD_DATA,
         )
-    # Of a packed sample the first row is the tokens; where the last stretch ends, padding begins.
+    # The first row of a packed sample holds its tokens; padding begins where the last stretch ends.
     stretches = find_stretches(dataset, number)
     ids = [int(i) for i in np.atleast_2d(dataset[number])[0, : stretches[-1][1]]]
     if as_json:
@@ -146,7 +146,7 @@ def show_sample(
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     """Return (first position, end, place of the first token) of each stretch of a sample."""
-    # Down to the files that a sample comes from.
+    # Go down through blends to the file that the sample comes from.
     part = dataset
     k = number
     while isinstance(part, Composite):

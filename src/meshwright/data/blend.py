@@ -212,7 +212,7 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
         exact = shares[:, None] * starts
         begin = np.floor(exact)
         order = (begin - exact).argsort(axis=0, kind="stable")
-        places = order.argsort(axis=0)  # of each data set in that order
+        places = order.argsort(axis=0)  # each data set's place in that order
         missing = starts - begin.sum(axis=0)
         begin += places < missing
         begin[:, 0] = taken

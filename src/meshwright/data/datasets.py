@@ -212,10 +212,10 @@ def build_train(
 
     def build_more(name: str, made: int) -> FileSamples:
         source = history.sources[name]
-        # A data set that has left the blend is still to be read from.
+        # A data set that has left the blend may still be read from.
         if name not in opened:
             opened[name] = open_indexed(source.prefix, config.data.mmap_warmup, vocab_size)
-        # Of one sample or more, an epoch has all.
+        # A request for one sample builds a whole epoch.
         number = 1 if made else source.samples
         return build_samples(config, "train", opened[name], range(*source.documents), number, made)
 

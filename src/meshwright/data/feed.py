@@ -28,7 +28,7 @@ class Feed:
 
     def read_again(self, consumed: int) -> list[Batch]:
         """Return the micro-batches of the training step that begins after `consumed` samples."""
-        # Closed at once, which ends the thread that began to read ahead.
+        # Closing the generator ends the thread that has begun to read ahead.
         with contextlib.closing(self.steps(self.train_set, consumed, self.spec)) as steps:
             return next(steps)
 
@@ -36,7 +36,7 @@ class Feed:
         self, dataset: Dataset, consumed: int, step_size: int, at_end: Literal["wrap", "mask"]
     ) -> Generator[list[Batch], None, None]:
         """Yield the micro-batches of each step of a validation, without end."""
-        # A validation has no ramp-up of its step.
+        # The step of a validation has a constant size, while training may ramp it up.
         spec = replace(self.spec, step_size=lambda consumed: step_size, at_end=at_end)
         return self.steps(dataset, consumed, spec)
 
@@ -47,7 +47,7 @@ class Feed:
 
     def sets_of(self, split: str) -> dict[str, Dataset]:
         """Return the data sets of "valid" or "test" by their keys."""
-        # A validation set of several has its name behind a slash: "valid/NAME".
+        # Where there are several validation sets, their keys are "valid/NAME".
         return {
             key: d
             for key, d in self.datasets.items()

@@ -233,11 +233,11 @@ def update_paths(past: BlendHistory, now: BlendHistory) -> BlendHistory:
     """Return the past with today's paths of its files."""
     blends = past.blends
     if len(blends) == 1 and blends[0].shares == now.blends[0].shares:
-        # Its order is new, for the number of samples needed today.
+        # The order is made anew, for the number of samples needed today.
         return now
     for name, source in now.sources.items():
         require_same_documents(past.sources[name], source)
-    # Given in another order: the past order decides between equals.
+    # If the files are given in another order, the past order still decides between equals.
     if len(blends) == 1:
         sources = {name: now.sources[name] for name in past.sources}
         return BlendHistory(sources, blends)

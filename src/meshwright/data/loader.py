@@ -252,7 +252,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.unmasked >= 0:
-            # This is a part or a copy of a batch that was counted.
+            # This is a part or a copy of a batch that is already counted.
             return
         # Read here, on the host: on a device it would wait for the stream.
         unmasked = self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
@@ -425,7 +425,7 @@ class Loader:
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         is_wrong = (text < 0) | (text >= self.spec.vocab_size)
         row, column = np.argwhere(is_wrong)[0].tolist()
-        # Beyond the end, the numbers go on.
+        # The numbers of samples go on beyond the end of the data set.
         sample = numbers[row] % len(self.dataset)
         place = self.dataset.locate(sample, column)
         return bad_data(

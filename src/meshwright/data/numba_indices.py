@@ -38,7 +38,7 @@ def _twist(key: Any) -> None:
     """Advance to the next 624 words of state."""
     one = np.uint32(1)
     for k in range(WORDS):
-        # The highest bit of a word with the others of the next one.
+        # Join the highest bit of a word and the other bits of the next one.
         high = key[k] & np.uint32(0x80000000)
         low = key[(k + 1) % WORDS] & np.uint32(0x7FFFFFFF)
         y = high | low

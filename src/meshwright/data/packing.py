@@ -109,11 +109,11 @@ class Packed(FileSamples):
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         require_sample(k, len(self))
-        # The pieces of the bin that is sample k, as (document, first token).
+        # Sample k is one bin; its pieces are rows of (document, first token).
         j = int(self.shuffle_idx[k])
         begin, end = self.bin_idx[j : j + 2]
         documents, offsets = self.piece_idx[begin:end].T
-        # The rest of the document, as far as it fits.
+        # A piece is the rest of the document, as far as it fits.
         left = self.indexed.sizes[documents] - offsets
         lengths = np.minimum(left, self.seq_length + 1)
         return list(
@@ -222,7 +222,7 @@ def cut_pieces(documents: Ints, predicted: Ints, seq_length: int) -> tuple[Ints,
     counts = count_pieces(predicted, seq_length)
     firsts = np.cumsum(counts) - counts  # number of each document's first piece
     numbers = np.arange(counts.sum()) - np.repeat(firsts, counts)  # within the document
-    # The last token of a piece is the first of the next one, whose first prediction it begins.
+    # Neighbouring pieces share a token: one predicts it, the next one begins with it.
     offsets = numbers * seq_length
     each = np.repeat(documents, counts)
     rows = np.stack((each, offsets.astype(documents.dtype)), axis=1)

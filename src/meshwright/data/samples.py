@@ -129,7 +129,7 @@ def split_bounds(split: Split, n: int, arithmetic: str) -> list[int]:
     """Return the borders of train, validation and test among n documents: 0, a, b, n."""
     total = sum(split.shares)
     parts = [share / total for share in split.shares]
-    # Borders are rounded, or the parts between them.
+    # Megatron rounds the borders since October 2023, and rounded the parts between them before.
     if arithmetic == "cumulative":
         ends = accumulate(parts, initial=0.0)
         return [round(end * float(n)) for end in ends]
@@ -182,7 +182,7 @@ def build_indices(
             f"{cutoff:.0%} of number of samples per epoch ({per_epoch}), setting separate_last_epoch to "
             f"{last_epoch_separate}"
         )
-    # Each epoch has every document once; a last one that is apart is shuffled for itself.
+    # Each epoch has every document once; a separate last epoch is shuffled on its own.
     places = epochs * len(documents)
     # The same for every split; numpy promises never to change its stream.
     rng = np.random.RandomState(seed)

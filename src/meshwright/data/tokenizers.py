@@ -262,7 +262,7 @@ class Null(Tokenizer):
         self.eod = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        # A mistake names itself: the first word that is no integer, or the first id too large.
+        # The error names the first word that is not an integer, or the first id that is too large.
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
@@ -342,7 +342,7 @@ def _growth(step: Any) -> float:
         return 1
     kind = step.get("type")
     content = str(step.get("content", "")).encode()
-    # Of steps one after the other the growths multiply.
+    # The growths of successive steps multiply.
     if kind == "Sequence":
         parts: list[Any] = next(
             step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step
@@ -412,7 +412,7 @@ def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer
 
 def build_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     """Return the tokenizer of `resolve_tokenizer`; raise UserError if there is none."""
-    # Files that the flags name come before those that were saved.
+    # Files that the flags name take precedence over saved ones.
     tokenizer = _build(t) if saved is None or is_named(t) else _build_saved(t, saved)
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids, tokenizer.size):
@@ -445,7 +445,7 @@ def require_same(tokenizer: Tokenizer, saved: Path) -> None:
 def _build(t: TokenizerFlags) -> Tokenizer:
     if t.tokenizer is not None:
         return _build_named(t.tokenizer, t)
-    # The default type, which has two files; each way to name too few of them has its own advice.
+    # The default type needs two files; each way to name too few of them has its own advice.
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
             raise SettingsError(
@@ -460,7 +460,7 @@ def _build(t: TokenizerFlags) -> Tokenizer:
         raise SettingsError(
             f"GPT2BPETokenizer needs {missing} too; or give {{tokenizer}} and the folder of both files"
         )
-    # Types of one file, then those of none.
+    # Types that need one file come first, then those that need none.
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
     if kind in FILE_KINDS:
         flag, what, _, load = FILE_KINDS[kind]
@@ -486,7 +486,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         raise SettingsError(
             f"{{tokenizer={name}}} and {flags} both name a tokenizer; give only one of them"
         )
-    # What exists comes before names of tiktoken's encodings and of the Hub.
+    # An existing path takes precedence over names of tiktoken's encodings and of the Hub.
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, for unknown users too
     if name == "byte":
         return Bytes()
@@ -525,7 +525,7 @@ def _find_on_hub(name: str) -> Path:
         if _splits_as_gpt2(folder / "tokenizer.json"):
             hub.find_folder(name, *GPT2_FILES, is_needed=False)
         return folder
-    # Repositories without a tokenizer.json, which are older.
+    # Older repositories have no tokenizer.json.
     for names in (GPT2_FILES, (MODEL,), (WORDS,)):
         if folder := hub.find_folder(name, *names):
             for beside in (CHAT_CONFIG, vocabularies.ADDED_TOKENS):  # special tokens, lower case
@@ -604,10 +604,10 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         if _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path)):
             return GPT2BPE(*pair)
         return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
-    # A folder that we wrote: meta.json has the type and the files' hashes.
+    # We wrote this folder: its meta.json has the type and the files' hashes.
     meta = _read_meta(folder)
     kind = meta["type"]
-    # The default says nothing about the user's wish.
+    # The default type may not be what the user wishes, so only another one is compared.
     if asked not in (kind, DEFAULT_TYPE):
         raise SettingsError(
             f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out"

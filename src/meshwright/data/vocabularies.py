@@ -226,7 +226,7 @@ class SentencePiece(Tokenizer):
         return self.add_special(library)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        # The model puts a space before a text, and before what follows a special token.
+        # The model puts a space before a text and behind a special token.
         parts = []
         is_first = self._drops_space
         for i in ids:
@@ -378,7 +378,7 @@ class TikToken(Tokenizer):
             self.made[RANKS] = b"".join(rank_line(token, rank) for token, rank in ordered)
         self.special = encoding.special_tokens
         self._normalization = encoding.normalization
-        # Every id of the ranks and of the special tokens; the ids between them are free.
+        # Ids that neither a rank nor a special token has are free.
         tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
         self.size = max(i for _, i in tokens) + 1
         self._origin = path or origin
@@ -445,7 +445,7 @@ def _without_possessive_counts(pattern: str) -> str | None:
     Where an alternative of the whole pattern ends, nothing is left to give characters back to, so
     the + may go. Within a group something may follow.
     """
-    # A class or an escape is one part, so that brackets within them do not count.
+    # A class or an escape is one part, so that the brackets within it do not count.
     depth = 0
     parts = list[str]()
     for match in re.finditer(
@@ -534,7 +534,7 @@ class WordPiece(Tokenizer):
         begin = 0
         while begin < len(word):
             prefix = "##" if begin else ""
-            # The longest token that the rest of the word begins with.
+            # Find the longest token that the rest of the word begins with.
             for end in range(len(word), begin, -1):
                 i = self._vocab.get(prefix + word[begin:end])
                 if i is not None:
@@ -599,7 +599,7 @@ _PUNCTUATED = _Characters(_punctuate)
 
 def _is_wide(character: str) -> bool:
     """Return whether this is a character of a language that puts no space between words."""
-    # Hangul's syllables are as wide, but Korean has spaces.
+    # Hangul syllables are wide too, but Korean puts spaces between words.
     return unicodedata.east_asian_width(character) in "WF" and not "\uac00" <= character <= "\ud7a3"
 
 
@@ -772,7 +772,7 @@ def find_end(origin: object, special: Mapping[str, int], own: int | None = None)
 
 
 def require_dense(origin: object, tokens: int, size: int) -> None:
-    # The table of all ids would be too large.
+    # With so many free ids, the table of all ids would be too large.
     if size > 4 * tokens + 1000:
         raise bad_data(f"{origin} has {tokens:,} tokens, but an id of {size - 1:,}")
 

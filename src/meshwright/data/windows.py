@@ -25,7 +25,7 @@ class Window(NamedTuple):
 
 def label_window(context: Sequence[int], label: Sequence[int], length: int) -> Window:
     """Return a window that counts the label alone; one of more predictions loses its beginning."""
-    # `length` predictions need one token more. What is cut off is context, as long as there is any.
+    # `length` predictions need `length` + 1 tokens. Context is cut off before any of the label.
     ids = [*context, *label][-length - 1 :]
     return Window(ids, max(len(ids) - 1 - len(label), 0))
 
@@ -43,7 +43,7 @@ def window_spans(
     The last window begins as early as `length` allows, or, with `at_multiples` (as in Megatron's
     and transformers' evaluations), where a full one would: at a multiple of the stride.
     """
-    # In the first window all predictions count.
+    # All predictions of the first window count.
     end = min(n, length)
     if n:
         yield 0, 0, end

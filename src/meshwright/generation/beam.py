@@ -131,7 +131,7 @@ def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tupl
     vocab = logits.shape[-1]
     for total, flat_id in zip(values.tolist(), flat_ids.tolist(), strict=True):
         row, token = divmod(flat_id, vocab)
-        # Of few candidates and a small vocabulary, what is left may be impossible.
+        # With few candidates and a small vocabulary, impossible extensions may be among the best.
         if total > float("-inf"):
             yield row, running[row].extend(token, total)
 

@@ -236,7 +236,7 @@ class Decoder:
         logits_of_rows: list[Tensor] = []
         done = 0  # rows whose prompts are read to their ends: the first ones
         for start in range(0, longest, chunk):
-            # The rows that have tokens in this chunk, padded behind their ends.
+            # Rows that have tokens in this chunk are padded behind their ends.
             left = rows[done:]
             end = start + chunk
             parts = [row.prompt[start:end] for row in left]
@@ -252,7 +252,7 @@ class Decoder:
             if echo:
                 self._echo(logits[0], rows[0], start, echoes)
                 logits = logits[:, -1:]
-            # Prompts that end here; they are the first ones, since the shortest come first.
+            # The shortest prompts come first, so those that end here are the first ones left.
             ended = sum(len(row.prompt) <= end for row in left)
             logits_of_rows.append(logits[:ended, 0])
             done += ended
@@ -293,7 +293,7 @@ class Decoder:
             return self._collect(rows, outputs)
         slots = s.send([row.slot for row in rows + again])
         logits = []
-        # Rows with a cache by their last tokens, the others by their whole texts.
+        # The model reads the last tokens of rows with a cache, and the whole texts of the others.
         if rows:
             cached = slots[: len(rows)]
             seen = min(self.cache.room, max(row.length for row in rows))

@@ -93,21 +93,21 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     # A stable sort leaves equal logits in the order of their ids on every device.
     ordered, ids = logits.sort(stable=True, descending=True)
 
-    # Those below the k-th largest.
+    # Drop what is below the k-th largest.
     count = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
     last = count[:, None] - 1
     drop = ordered < ordered.gather(-1, last)
     probabilities = ordered.masked_fill(drop, -INF).softmax(-1)
 
-    # The sum of the likelier tokens, without the token itself: the one that passes p stays.
+    # The token that takes the sum past p stays, so a token is judged by the sum before it.
     p = torch.where(top_p > 0, top_p, INF)
     likelier = probabilities.cumsum(-1) - probabilities
     drop |= likelier > p[:, None]
-    # Those of less than a share of the likeliest one's probability, which comes first.
+    # Drop what has less than min_p times the probability of the likeliest token, the first one.
     least = min_p[:, None] * probabilities[:, :1]
     drop |= probabilities < least
 
-    # Back from the order of probabilities to that of ids.
+    # Go back from the order of probabilities to that of ids.
     drop_by_id = torch.zeros_like(drop).scatter(-1, ids, drop)
     return logits.masked_fill(drop_by_id, -INF)
 

@@ -96,7 +96,7 @@ class ShardedModel:
 
     @torch.inference_mode()
     def _score(self, ranges: Tensor, *tensors: Tensor) -> Tensor:
-        # Three tensors a micro-batch, as `score` sends them.
+        # `score` sends three tensors for each micro-batch.
         batches = []
         left = iter(tensors)
         for count in ranges.tolist():

@@ -96,7 +96,7 @@ class SlotState:
         self.numbers[:, slots] = devices.send(numbers.T, self.device)
         self.active[slots] = limit > used
 
-        # Memory of slots x vocabulary is taken only when a request has such a penalty.
+        # A table of slots x vocabulary is made only once a request has a penalty that reads it.
         table = len(self.token), self.vocab
         if self.seen is None and any(row.kind.penalised for row in rows):
             self.seen = torch.zeros(table, dtype=torch.bool, device=self.device)
@@ -199,7 +199,7 @@ def choose_next(
     has_room = position + 1 < s.limit[slots]
     s.active[slots] = active & is_finite & (new != eod) & has_room
 
-    # What is reported in the place of a token: that its logits were bad, or that its row had ended.
+    # Instead of a token, BAD says that its logits were not finite, and NONE that its row had ended.
     reported = torch.where(is_finite, new, BAD)
     outputs.tokens = torch.where(active, reported, NONE)
     return outputs
@@ -208,7 +208,7 @@ def choose_next(
 def penalise_rows(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts) -> Tensor:
     """Return the logits [B, V] after forbidden pairs and penalties, as far as a row has them."""
     if kind.avoiding:
-        # A pair of tokens (last, never): the second must not follow the first.
+        # A row's pair of tokens (last, never) says that the second must not follow the first.
         last, never = s.avoid[:, slots].unsqueeze(2)
         tokens = torch.arange(s.vocab, device=logits.device)
         follows_last = s.token[slots, None] == last

@@ -68,7 +68,7 @@ class CapturedSteps:
             buffer = self.slots.setdefault(rows, torch.empty_like(new))
             buffer.copy_(new)
             self.names[rows] = names
-        # -1 and 0 are kinds of their own: no log-probabilities, and the token's alone.
+        # A k of -1 asks for no log-probabilities, and 0 for the chosen token's alone.
         key = rows, longest, kind, k if k < 1 else power_of_2(k)
         outputs: Outputs = self.call(key, lambda: self.advance(*key))
         return outputs

@@ -271,7 +271,7 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     for i in range(plan.m.num_layers or 0):
         ours = f"h.{i}"
         theirs = f"model.layers.{i}"
-        # Two tensors of ours are several of theirs: attention's first product, and the gated MLP's.
+        # Where we have one tensor, attn.qkv or a gated mlp.fc, Llama has several.
         for end in (".weight", ".bias"):
             qkv = f"{ours}.attn.qkv{end}"
             if qkv in plan.source.tensors:
@@ -353,7 +353,7 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
     if not part.transposed:
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return
-    # So many columns as fill a part, and one at least.
+    # A strip has as many columns as fill a part, but at least one.
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
     for columns in torch.split(tensor, count, dim=1):
         # Transposed straight from the whole, each element would miss the processor's caches.

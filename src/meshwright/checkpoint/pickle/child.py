@@ -432,7 +432,7 @@ def tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor
 
 def tensor_of_bytes(storage: Any, *args: Any) -> Tensor:
     """Return a tensor on a storage of bytes; strides and offset count elements."""
-    # As torch._utils._rebuild_tensor_v3 takes them.
+    # These are the arguments of torch._utils._rebuild_tensor_v3.
     offset, size, stride, _, _, kind, *_ = args
     if not isinstance(kind, NumberType):
         raise RefusedPickle("a tensor without a type")

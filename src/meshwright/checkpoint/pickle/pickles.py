@@ -75,7 +75,7 @@ def mapped(path: Path) -> mmap.mmap:
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         mapping = mappings.get(key)
         if mapping is None:
-            # Writable, as torch wants memory to be, but private: the file never changes.
+            # torch wants writable memory; the mapping is private, so the file never changes.
             flags = mmap.MAP_PRIVATE | NO_RESERVE
             access = mmap.PROT_READ | mmap.PROT_WRITE
             with open(path, "rb") as file:

@@ -107,10 +107,10 @@ def write_torch_file(tree: Any, send: Write) -> None:
 def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
     made = tensor.make() if isinstance(tensor, Later) else tensor
     # The pickle says already what it is.
-    promised = f"{tuple(tensor.shape)} {tensor.dtype}"
-    actual = f"{tuple(made.shape)} {made.dtype}"
-    if actual != promised:
-        raise ValueError(f"{promised} was promised, {actual} was made")
+    shape = tuple(tensor.shape)
+    if tuple(made.shape) != shape or made.dtype != tensor.dtype:
+        actual = f"{tuple(made.shape)} {made.dtype}"
+        raise ValueError(f"{shape} {tensor.dtype} was promised, {actual} was made")
     on_host = made.detach().cpu()
     flat = on_host.contiguous().view(-1)
     if not flat.numel():

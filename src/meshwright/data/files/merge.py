@@ -82,7 +82,7 @@ def merge_pairs(
 
     Return None if the same pairs were joined there before.
     """
-    # This raises if there are several.
+    # This raises an error if the pairs were made by different tokenizers.
     tokenizer_folder = tokenizers.find_of_data(prefixes)
     lacking = [prefix for prefix in prefixes if not tokenizers.tokenizer_folder(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
@@ -135,7 +135,7 @@ def join_pairs(
     folder = Path(output_prefix).resolve().parent
     make_folder(folder, "--output-prefix")
     with lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
-        # Of a sequence its length, int32, and pointer, int64; of a document its border, int64.
+        # A sequence takes its length (int32) and pointer (int64), a document its border (int64).
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
         # leftovers of a killed merge are gone now
         make_folder(folder, "--output-prefix", size + 2 * index)
@@ -188,7 +188,7 @@ def copy_tokens(
         done = 0
         by_kernel = hasattr(os, "copy_file_range")
         while done < size:
-            # By the kernel as long as it can, from then on by reading and writing.
+            # The kernel copies as long as it can; after that, we read and write.
             copied = 0
             if by_kernel:
                 try:
@@ -212,13 +212,12 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
     merged = measure_pair(output_prefix)
     place = 0
-    # The index as a whole.
     sequences = sum(shard.sequences for shard in shards)
     documents = sum(shard.documents for shard in shards)
     if (merged.sequences, merged.documents) != (sequences, documents):
         wrong = f"{output_prefix}.idx holds {merged.sequences:,} sequences, not those of its parts"
         raise UserError(f"{wrong}: merge again", IO)
-    # Of the tokens, both ends of each shard: a shard at a wrong place differs there.
+    # A shard at a wrong place would differ at its ends.
     with open(f"{output_prefix}.bin", "rb") as target:
         result = FileColumn(target, merged.dtype, merged.tokens)
         for shard in shards:

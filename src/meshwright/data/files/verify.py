@@ -239,7 +239,7 @@ def write_checksums(path: Path, digests: dict[str, str]) -> None:
     with writing(path, "--checksums"), replacing(path, typed=True) as file:
         for name, digest in digests.items():
             listed = Path(name).resolve()
-            # Relative, so that both can be moved together.
+            # With relative paths, the list and its files can be moved together.
             if listed.is_relative_to(folder):
                 listed = listed.relative_to(folder)
             file.write(f"{digest}  {listed}\n".encode())

@@ -59,7 +59,7 @@ class Writer:
         # After an error, keep the parts for another writer to continue.
         self.is_kept = False
         self.files: dict[str, BinaryIO] = {}
-        # What is beyond the lengths to keep was written after the last note of progress.
+        # Bytes beyond these lengths were written after the last note of progress, and are cut off.
         lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
         with contextlib.ExitStack() as failed, self.reported():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class Writer:
             self.tokens * self.dtype.itemsize,
             HEADER.size + 12 * self.sequences + 8 * (self.documents + 1),
         )
-        # An older pair loses its index first, so that the record never stands beside another one.
+        # An older pair's index goes first, so that the new record never stands beside it.
         with self.reported():
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             names = (f"{Path(self.prefix).name}{end}" for end in (".bin", ".idx"))

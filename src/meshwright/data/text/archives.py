@@ -68,7 +68,7 @@ class _Packed:
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
-        # tarfile asks again for what is missing at the end, as often as the header's size says.
+        # At the end of the stream, tarfile would go on reading until it had the size in the header.
         self.ends += not data
         self.left -= len(data)
         if self.ends > ENDS:
@@ -110,7 +110,7 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[Member]:
     packed = _Packed(stream)
     with _Archive.open(fileobj=cast(Any, packed), mode="r|") as archive:
         while (member := packed.next_member(archive)) is not None:
-            # Free what tarfile keeps of each.
+            # tarfile would otherwise keep the header of every member.
             cast(Any, archive).members = []
             name = folder + member.name
             if member.issparse():

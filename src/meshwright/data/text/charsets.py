@@ -175,7 +175,7 @@ def count_decoded(content: bytes, *names: str) -> str:
         lines.pop()  # which is cut
     decoded = []
     for name in dict.fromkeys(names):
-        # Line by line: a text may be of mixed encodings, or broken in one place.
+        # Lines are counted one by one, since a text may mix encodings or be broken in one place.
         number = sum(_decodes(line, name) for line in lines)
         decoded.append(f"{name} decodes {number:,}")
     return f"of the first {len(lines):,} lines {', '.join(decoded)}"

@@ -53,7 +53,7 @@ def kind_of_bytes(start: bytes) -> str | None:
     start = start[:HEAD]
     if start.startswith(PDF):
         return "pdf"
-    # A text may begin with the letters of a kind, such as BZh or PAR1.
+    # A text may happen to begin with a container's letters, such as BZh or PAR1.
     if charsets.is_utf8(start) and not charsets.CONTROL.search(start):
         return None
     # tar's mark is in the middle of its first header.
@@ -93,7 +93,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
     stream: Any = None
     packed = memoryview(b"")
     while packed or (packed := memoryview(cast(Any, file).read1(limits.CHUNK))):
-        # Between two streams zeros may lie, as tape drives and some writers leave them.
+        # Zeros may lie between two streams: tape drives and some writers leave them.
         if stream is None:
             packed = memoryview(bytes(packed).lstrip(b"\0"))
             if not packed:
@@ -117,7 +117,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
     """Return the maker of a decompressor, and its errors."""
-    # 31: a window of 2^15 bytes, and 16 for gzip's header.
+    # zlib takes 31 as 15, for a window of 2^15 bytes, plus 16, for gzip's header.
     if kind == "gzip":
         return lambda: zlib.decompressobj(31), (zlib.error,)
     if kind == "xz":

@@ -76,7 +76,7 @@ class Encoder:
         for part in piece.parts:
             size = part.size
             for record in part.read(self.options):
-                # A record is rejected as it is read, or because its text cannot be encoded.
+                # A record may be rejected as it is read, or later, if its text cannot be encoded.
                 if isinstance(record, Rejected):
                     rejected: Rejected | None = record
                 else:
@@ -95,7 +95,7 @@ class Encoder:
                 break
         encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
         encoded.ends = [np.array(column.ends, np.int64) for column in columns]
-        # numpy concatenates one array or more.
+        # numpy cannot concatenate an empty list of arrays.
         nothing = np.zeros(0, self.dtype)
         tokens = []
         for column in columns:
@@ -105,11 +105,11 @@ class Encoder:
 
     def _add(self, document: Document, encoded: Encoded, columns: list[_Column]) -> Rejected | None:
         """Add the tokens of a document to the columns, or return why it has none."""
-        # A document that is too long becomes several, which have one key.
+        # A document that is too long becomes several; it has one key only.
         parts = [document.texts]
         if self.longest is not None:
             parts = [(part,) for part in cut_document(document.texts[0], self.longest)] or parts
-        # All of it is encoded before any of it is added: a text that is refused leaves no trace.
+        # All texts are encoded before any is added, so that a refused document leaves no trace.
         tokens = []
         try:
             for texts in parts:

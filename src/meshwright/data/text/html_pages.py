@@ -24,7 +24,7 @@ IS_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html)\b", re.IGNORECAS
 def page_text(page: str) -> str:
     """Return the text of a page, with line breaks where block elements begin and end."""
     parser = _PageParser()
-    # The parser would look for the end of each tag behind it in vain.
+    # Behind the last ">", the parser would look in vain for the end of each tag.
     end = page.rfind(">") + 1
     parser.feed(page[:end])
     parser.close()

@@ -81,7 +81,7 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
     wanted = parse(address)
     library = import_datasets(address)
     if revision == IN_CACHE:
-        # Otherwise it would try for half a minute.
+        # Otherwise the library would try to connect for half a minute.
         library.config.HF_HUB_OFFLINE = True
     try:
         opened = library.load_dataset(
@@ -91,7 +91,7 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
             streaming=True,
             revision=None if revision == IN_CACHE else revision,
         )
-    # It may be another configuration or split; the message names those there are.
+    # The configuration or split may not exist; the library's message names those that exist.
     except ValueError as error:
         raise bad_data(f"--input {address}: {' '.join(str(error).split())}") from None
     except Exception as error:
@@ -100,7 +100,7 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
         raise UserError(
             f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE
         ) from None
-    # Other columns, such as images, are then not decoded.
+    # Only the wanted columns are decoded, not others, such as images.
     if opened.column_names:
         require_columns(address, refuse_columns(address, opened.column_names, keys))
         opened = opened.select_columns(list(keys))

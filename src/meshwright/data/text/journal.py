@@ -52,15 +52,15 @@ class Journal:
                 f"{path} is of another command, or its input has changed since; starting over",
                 file=stderr,
             )
-            # Now, since the files that it describes are about to change.
+            # The journal goes now, since the files that it describes are about to change.
             path.unlink()
 
     def is_due(self) -> bool:
-        # More often would cost more than it saves after a kill.
+        # Noting more often would cost more than it saves after a kill.
         return time.monotonic() - self.noted >= NOTE_EVERY
 
     def note(self, state: dict[str, Any]) -> None:
-        # Renamed when it is complete, so that a kill leaves this state or the one before.
+        # The file is renamed once complete, so that a kill leaves this state or the one before.
         with open(self.temporary, "w", opener=own_file) as file:
             file.write(json.dumps({"command": self.digest, "state": state}))
         os.replace(self.temporary, self.path)
@@ -73,7 +73,7 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
     """Lock the output, and open its journal; at the end remove it unless it `is_kept`."""
     prefix = str(path).removesuffix(".progress")
     with ExitStack() as stack:
-        # The lock first: whoever has it may read and remove the journal.
+        # Only the owner of the lock may read and remove the journal.
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(Path(f"{path}.lock"), PATIENCE))
@@ -97,8 +97,8 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
 
 def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
     """Return whether an interrupted writer's files hold so many tokens, sequences and documents."""
-    # Bytes of a token, of a sequence's length (int32) and of a document's border (int64). A part
-    # may be longer than was noted: the writer cuts it.
+    # A token takes `itemsize` bytes, a sequence's length 4 (int32), a document's border 8 (int64).
+    # A part may be longer than was noted: the writer cuts it.
     parts = zip(PART_ENDINGS, lengths, (itemsize, 4, 8), strict=True)
     try:
         for part, length, size in parts:

@@ -117,7 +117,7 @@ def parse_laxly(line: bytes, place: TextPlace) -> Any:
 
 def explain_lack(record: dict[str, Any], key: str, place: TextPlace) -> Rejected:
     """Say what a line or row has in place of a text under the key."""
-    # The first value that looks like a chat says how to make a text of it; else another key may do.
+    # The advice is to convert the first value that looks like a chat, or else to take another key.
     cure = ""
     texts = []
     for name, value in record.items():

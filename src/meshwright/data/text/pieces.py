@@ -123,7 +123,7 @@ class WholeFile(Part):
         try:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size <= limits.LONGEST:
-                    # This is many times as fast as reading up to a limit.
+                    # Reading all of it is many times as fast as reading up to a limit.
                     content = file.read()
                     if containers.kind_of_bytes(content) not in containers.STREAMS:
                         return content

@@ -163,7 +163,7 @@ class PreprocessPlan:
         say_to_scripts(
             f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout
         )
-        # Its files may have changed.
+        # The tokenizer's files may have changed.
         cached_tokenizer.cache_clear()
         self.tokenizer = tokenizer = cached_tokenizer(config.tokenizer)
         tokenizers.fastest_encoder(tokenizer)
@@ -228,7 +228,7 @@ class PreprocessPlan:
         idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
-        # Records name rules, though they are the default, and not Punkt.
+        # Records name the splitter "rules", though it is the default, and leave out Punkt.
         if p.split_sentences:
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}

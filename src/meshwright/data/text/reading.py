@@ -34,7 +34,7 @@ def read_texts(
             if isinstance(record, Document):
                 is_first = False
                 yield from record.texts
-        # A piece says how far its input is read, from the beginning of that.
+        # `piece.done` counts from the beginning of the piece's input.
         if piece.number != number:
             done = 0
         advance(max(piece.done - done, 0))
@@ -44,8 +44,8 @@ def read_texts(
 
 def note_passed(inputs: Inputs, given: TextInputs) -> None:
     """Count texts in folders that will be passed over for their content; raise for a named one."""
-    texts = [s for s in inputs.inputs if not (s.is_stream or s.is_table or s.reader == JSONL)]
     # JSON lines and tables are not judged by their content, and a stream is read but once.
+    texts = [s for s in inputs.inputs if not (s.is_stream or s.is_table or s.reader == JSONL)]
     is_first = True
     for record in _read(texts, given):
         if isinstance(record, Rejected) and not record.is_error:

@@ -52,13 +52,13 @@ def encode_pieces(
     left = iter(pieces)
     try:
         while True:
-            # Keep the workers busy, and know all of them, to ask a lost one for its status.
+            # Keep the workers busy, and remember them, to ask a lost one for its status.
             for piece in islice(left, AHEAD * size - len(pending)):
                 pending.append((piece, pool.submit(_encode, piece)))
                 workers.update(multiprocessing.active_children())
             if not pending:
                 return
-            # The oldest piece, whichever is finished first.
+            # Results come in the order of the pieces, whichever is finished first.
             piece, future = pending.popleft()
             yield piece, *future.result()
             is_first = False
@@ -84,7 +84,7 @@ def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bo
             code = worker.exitcode
             break
     how = f"by signal {-code}" if code < 0 else f"with status {code}"
-    # The kernel kills a process for want of memory with SIGKILL.
+    # When memory runs out, the kernel kills with SIGKILL.
     why = ""
     if code == -signal.SIGKILL:
         why = ", perhaps for lack of memory (--workers sets their number)"
@@ -101,7 +101,7 @@ _encoder: Callable[[Piece], tuple[Encoded, list[Array]]]  # of this worker
 
 def _start_worker(make: Callable[[], Encoder], stop: bool) -> None:
     global _encoder
-    # The parent reports an interrupt; a forked worker would inherit its handler of SIGTERM.
+    # The parent reports an interrupt; its own handler of SIGTERM is not for a forked worker.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -113,7 +113,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    # At once, without what an exit of Python waits for.
+    # sys.exit would end only this thread.
     os._exit(UNEXPECTED)
 
 
