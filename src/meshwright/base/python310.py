@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 
     SAFE_PATH = "-P"  # of the interpreter: no module is found beside the program
     possessive = re.compile  # a pattern whose quantifiers, such as `*+`, never give back
-    # Of subprocess.Popen: the child gets a process group of its own.
+    # Arguments of subprocess.Popen that give the child a process group of its own.
     NEW_GROUP: dict[str, Any] = {"process_group": 0}
 
     # asyncio takes 50 ms to import, which only a server is to spend.
