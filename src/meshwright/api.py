@@ -129,7 +129,7 @@ def _complete(
         raise UserError(
             f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()"
         )
-    # The number of ranks divides the batch. It comes first, so that a setting of the caller's wins.
+    # The batch is divided by the number of ranks. The caller's own number, which comes later, wins.
     if world.size > 1 and config:
         config = [f"--world-size={world.size}", *config]
     elif world.size > 1:
@@ -139,7 +139,7 @@ def _complete(
     )
     with in_words(parsed.words):
         completed, start = complete_from_start(parsed)
-        if has_data or completed.checkpoint.load:  # then the parsing has not checked them all
+        if has_data or completed.checkpoint.load:  # the parsing has not checked all of them
             completed = check_settings(completed, world, has_data)
     note_export(parsed, completed)
     flags.print_notices(parsed)

@@ -73,7 +73,7 @@ def only_warnings() -> Iterator[None]:
 @contextlib.contextmanager
 def shortened() -> Iterator[None]:
     """Print only warnings and remarks of the block if the lines go to a terminal, beside text."""
-    # Text on stdout is what was asked for, and a log beside it would disturb.
+    # The user asked for the text on stdout, and a log beside it would disturb.
     if _stream != "stderr" or not sys.stderr.isatty():
         yield
         return
@@ -128,7 +128,7 @@ def held_back() -> Iterator[None]:
     """
     global _held
     _held = []
-    # A set-up that takes long is not to look as if it hung.
+    # A long set-up must not look as if it hung.
     timer = threading.Timer(PATIENCE, _release)
     timer.daemon = True
     timer.start()
@@ -369,7 +369,7 @@ def no_stderr() -> Iterator[None]:
     Other threads' output is lost too, so the block must not wait.
     """
     sys.stderr.flush()
-    # By the descriptor: what C++ writes does not pass sys.stderr.
+    # Redirect the descriptor, since what C++ writes does not pass through sys.stderr.
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -63,7 +63,8 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
     host.require_address_space()
     import torch
 
-    if numbers_of(torch.__version__) < TESTED[0]:  # as images of older guides have
+    # Images of containers that older guides name have such versions.
+    if numbers_of(torch.__version__) < TESTED[0]:
         raise UserError(
             f"torch {torch.__version__} is too old: {RANGE} is needed; pip install -U {RANGE!r}, or make an environment "
             "for Meshwright beside it: python3 -m venv DIR",
@@ -216,7 +217,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU; 0 of any other device."""
+    """Return the compute capability of an NVIDIA GPU; (0, 0) for any other device."""
     import torch
 
     # A torch for AMD's GPUs calls them by NVIDIA's name.
@@ -514,7 +515,7 @@ def multiplies_bf16_fast(size: int = 512) -> bool:
     """
     import torch
 
-    # The shortest of some: another program can only make them longer.
+    # Take the shortest of several times: another program can only lengthen them.
     shortest = dict[torch.dtype, float]()
     for _ in range(4):
         for dtype in (torch.float32, torch.bfloat16):
@@ -553,7 +554,7 @@ def free_memory(device: torch.device) -> int:
     """Return the memory that this process could still use; on a CPU see host.py."""
     if device.type == "cpu":
         return host.free_host_memory()
-    # What the driver has free, and what torch's allocator already has from it.
+    # Count what the driver has free and what torch's allocator has from it already.
     return int(_module(device).mem_get_info(device)[0] + _module(device).memory_reserved(device))
 
 

@@ -73,7 +73,7 @@ class Fields:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(f"{name} is {_kind(value)}; it must be a number", name)
-        # Infinity is a number only where it is the default, such as an open end.
+        # Infinity is accepted only where it is the default, such as for an open end.
         if not (low <= value <= high and (math.isfinite(value) or value == default)):
             raise Refusal(f"{name} {value} must be from {low:g} to {high:g}", name)
         return float(value)
@@ -112,7 +112,7 @@ class Fields:
     def only(self, name: str, neutral: Collection[Any], why: str) -> None:
         """Refuse a field that has no effect here, unless its value asks for none."""
         value = self.take(name)
-        # Equal and of the same type: 0 is not false.
+        # The types must be the same, too: 0 is not false.
         if value is not None and not any(value == v and type(value) is type(v) for v in neutral):
             raise Refusal(
                 f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter"
@@ -121,7 +121,7 @@ class Fields:
     def refuse_rest(self) -> None:
         """Refuse what was not taken."""
         if self._left:
-            # Strangers' names, so a few and cut.
+            # Strangers chose the names, so only a few are shown, and cut short.
             names = ", ".join(sorted(self._left)[:5])[:200]
             first = next(iter(self._left))[:64]
             hint = did_you_mean(first, self._taken)

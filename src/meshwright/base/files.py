@@ -116,7 +116,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def sync(path: str | Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    # Also a folder can be opened so, which makes renames in it durable.
+    # A folder can be opened this way, too, and syncing it makes renames in it durable.
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -156,7 +156,7 @@ def own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
     try:
         fd = os.open(path, flags, mode)
     except OSError as error:
-        # A link, or a pipe without a reader: say which.
+        # The path is a link or a pipe without a reader: say which.
         if error.errno in (errno.ELOOP, errno.ENXIO):
             require_unlinked(Path(path))
         raise
@@ -221,7 +221,7 @@ def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool) -> bool:
         with replacing(path, typed=True) as file:
             file.writelines(line + b"\n" for line in lines)
             file.flush()
-            # An equal file keeps its time of change, so that nothing is made from it anew.
+            # An equal file keeps its time of change, so that nothing made from it is made again.
             if path.is_file() and filecmp.cmp(file.name, path, shallow=False):
                 raise _Unchanged
             if path.is_file() and not overwrite:
@@ -331,7 +331,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
     tomllib keeps every beginning of a dotted key: 100 KB of `a.a.a...` would take 10 GB.
     """
-    # Of what is outside of strings and comments.
+    # Count only what is outside strings and comments.
     outside = TOML_STRINGS.sub("_", text)
     if DEEP_KEY.search(outside):
         raise ValueError(f"a key has more than {TOML_DEPTH} parts; no file of settings needs that")
@@ -368,7 +368,7 @@ def sample_ranges(length: int, size: int, count: int) -> list[tuple[int, int]]:
     """
     if length <= size * count:
         return [(0, length)]
-    # The first block begins at 0, the last one ends at the end.
+    # The first block begins at 0, and the last one ends with the file.
     begins = ((length - size) * n // (count - 1) for n in range(count))
     return [(begin, begin + size) for begin in begins]
 

@@ -23,7 +23,7 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that `did_you_mean` suggests, or an empty string."""
-    # Several, since the closest may be the opposite.
+    # Look at several, since the closest may be the opposite.
     for other in difflib.get_close_matches(word, list(known), 5, cutoff):
         if _is_alike(word, other):
             return other
@@ -71,7 +71,7 @@ def near_path(path: str, ending: str = "") -> str:
         if entry.endswith(ending) and other != name and is_shown:
             others.append(other)
 
-    # A name that was not typed to its end, or one with another suffix, before any that is similar.
+    # A name that goes on where the typed one ends, or lacks its suffix, precedes similar names.
     longer = [other for other in others if name and other.startswith(name)]
     shorter = [other for other in others if name.startswith(f"{other}.")]
     near = longer[:3] or shorter[-1:] or difflib.get_close_matches(name, others, 1, 0.8)
@@ -93,7 +93,7 @@ def _is_alike(word: str, other: str) -> bool:
     if (parts[0] in opposites) != (others[0] in opposites):
         return False
 
-    # The parts that only one of them has.
+    # Compare the parts that only one of them has.
     mine = "-".join(part for part in parts if part not in others)
     theirs = "-".join(part for part in others if part not in parts)
     if mine == theirs:

@@ -69,7 +69,7 @@ def keep_freed_memory() -> None:
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    # A scheduler may have given this process some of the cores.
+    # A scheduler may have given this process only some of the cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -106,7 +106,7 @@ def container_memory() -> tuple[int | None, int]:
 
     Cached files give way to other use; with memory-mapped data they fill whatever there is.
     """
-    # The first of both versions that is there.
+    # Two versions of cgroups have different files; the first version that is there counts.
     for limit, used, stat in CGROUP_FILES:
         try:
             most = (CGROUP / limit).read_text().strip()

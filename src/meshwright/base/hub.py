@@ -29,7 +29,7 @@ def find_folder(name: str, *files: str, is_needed: bool = True, near: str = "") 
     if any(path is not None and not isinstance(path, str) for path in cached):  # known not to exist
         return None
     lacking = [file for file, path in zip(files, cached, strict=True) if path is None]
-    # A download may take long, so it is said before it begins.
+    # A download may take long, so it is announced before it begins.
     if lacking and is_needed:
         here = f"no such folder or file here{near} " if near else ""
         asking = f"asking {constants.ENDPOINT}/{name} for {', '.join(lacking)}, kept in {constants.HF_HUB_CACHE}"
@@ -62,7 +62,7 @@ def _download(name: str, file: str, near: str) -> Path | None:
         require_address(constants.ENDPOINT)
         return Path(hf_hub_download(name, file))
     except errors.RepositoryNotFoundError as error:
-        # Of a repository that is gated, the Hub says that it exists.
+        # The Hub says of a gated repository that it exists.
         is_gated = isinstance(error, errors.GatedRepoError)
         what = (
             "requires you to accept its terms" if is_gated else "has no such name, or it is private"

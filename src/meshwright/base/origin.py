@@ -97,7 +97,7 @@ def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) ->
     if about is None and "://" in str(path):  # its name holds its revision
         return [str(path)]
     if about is None or not stat.S_ISREG(about.st_mode):
-        # A state that never comes again.
+        # This state never comes again, so that the input counts as changed.
         return [time.time_ns()]
     size = about.st_size
     if is_small:

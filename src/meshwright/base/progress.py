@@ -41,7 +41,7 @@ def progress_bar(
     description: str, total: int | None, of: str = "bytes"
 ) -> Iterator[Callable[[float], None]]:
     """Show a bar of bytes, of a "count" or its "percent" on a terminal; yield what advances it."""
-    # No bar in a log, nor for a single item.
+    # A log gets no bar, and neither does a single item.
     if not sys.stderr.isatty() or (total is not None and total < 2 and of != "percent"):
         yield lambda count: None
         return

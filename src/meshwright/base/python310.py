@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 if sys.version_info >= (3, 11):
     import tomllib as tomllib
-    from asyncio import timeout as timeout
-    from asyncio import timeout_at as timeout_at
     from enum import StrEnum as StrEnum
     from hashlib import file_digest as file_digest
     from typing import Self as Self
@@ -21,10 +22,22 @@ if sys.version_info >= (3, 11):
 
     SAFE_PATH = "-P"  # of the interpreter: no module is found beside the program
     possessive = re.compile  # a pattern whose quantifiers, such as `*+`, never give back
-    # Of subprocess.Popen: the child gets a process group of its own.
+    # Arguments of subprocess.Popen that give the child a process group of its own.
     NEW_GROUP: dict[str, Any] = {"process_group": 0}
+
+    # asyncio takes 50 ms to import, which only a server is to spend.
+    def timeout(seconds: float | None) -> asyncio.Timeout:
+        """Return a context that cancels its block after so many seconds."""
+        import asyncio
+
+        return asyncio.timeout(seconds)
+
+    def timeout_at(when: float | None) -> asyncio.Timeout:
+        """Return a context that cancels its block at a time of the loop's clock."""
+        import asyncio
+
+        return asyncio.timeout_at(when)
 else:
-    import asyncio
     import enum
     import hashlib
     import os
@@ -36,7 +49,7 @@ else:
     SAFE_PATH = "-I"  # which also leaves PYTHONPATH and the user's own packages out
 
     def possessive(pattern, flags):
-        """Compile a pattern that never fails: it matches the same without `+`, in more memory."""
+        """Compile a pattern with plain quantifiers; ours match the same, in more memory."""
         return re.compile(re.sub(r"([*+?])\+", r"\1", pattern), flags)
 
     class StrEnum(str, enum.Enum):  # noqa: UP042
@@ -63,16 +76,22 @@ else:
             self.when, self.is_expired = when, False
 
         async def __aenter__(self):
+            import asyncio
+
             self.task = asyncio.current_task()
             self.reschedule(self.when)
             return self
 
         async def __aexit__(self, kind, error, traceback):
+            import asyncio
+
             self.handle.cancel()
             if self.is_expired and kind is asyncio.CancelledError:
                 raise TimeoutError from error
 
         def reschedule(self, when):
+            import asyncio
+
             if hasattr(self, "handle"):
                 self.handle.cancel()
             self.handle = asyncio.get_running_loop().call_at(when, self._expire)
@@ -82,4 +101,6 @@ else:
             self.task.cancel()
 
     def timeout(seconds):
+        import asyncio
+
         return timeout_at(asyncio.get_running_loop().time() + seconds)

@@ -33,7 +33,6 @@ def align_columns(rows: Sequence[Sequence[str]], to_the_right: bool = False) -> 
 
     rich would wrap or cut them at the width of a terminal; scripts read these lines too.
     """
-
     columns = zip(*rows, strict=True)
     widths = [max(map(len, column)) for column in columns]
     pad = str.rjust if to_the_right else str.ljust

@@ -40,7 +40,7 @@ def entries(group: str) -> dict[str, str]:
 
 def find(group: str, name: str) -> Any:
     """Return what is registered under a name, None if nothing is."""
-    # Ours first: to find other packages' takes longer.
+    # Look at ours first: finding those of other packages takes longer.
     place = _ours().get(group, {}).get(name)
     if place is None or not is_there(place):
         place = entries(group).get(name)
@@ -80,7 +80,7 @@ Groups = dict[str, dict[str, str]]  # group -> name -> "module:attribute"
 
 @functools.cache
 def _ours() -> Groups:
-    # A clone's own file, whatever was installed before.
+    # In a clone its own file counts, whatever was installed before.
     if text := project_text():
         groups: Groups = tomllib.loads(text)["project"]["entry-points"]
         return {name.removeprefix(PREFIX): points for name, points in groups.items()}
@@ -105,7 +105,7 @@ def _others() -> Groups:
 
 def _installed() -> Iterator[tuple[str, Groups]]:
     """Yield the name of each installed package that registers something, and what it registers."""
-    # Where Python looks for packages, in its order.
+    # Look where Python looks for packages, in the same order.
     for folder in dict.fromkeys(sys.path):
         for path in sorted(Path(folder or ".").glob("*.dist-info/entry_points.txt")):
             parser = configparser.RawConfigParser(delimiters=("=",))

@@ -96,7 +96,7 @@ class Sandbox:
         self.stop()
         code = self.function.__code__
         limits = [str(self.memory), str(self.seconds)]
-        # The files beside the program are no modules of it.
+        # SAFE_PATH keeps the program from importing the files beside it.
         words = [
             sys.executable,
             SAFE_PATH,

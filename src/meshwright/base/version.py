@@ -20,7 +20,7 @@ def our_version() -> str:
 
 
 def numbers_of(version: str) -> tuple[int, int]:
-    """Return 2 and 11 for 2.11.0+cu130."""
+    """Return the first two numbers of a version: 2 and 11 for 2.11.0+cu130."""
     major, minor, *_ = re.findall(r"\d+", version)
     return int(major), int(minor)
 
@@ -28,7 +28,7 @@ def numbers_of(version: str) -> tuple[int, int]:
 def project_text() -> str:
     """Return the pyproject.toml of the clone that this code is in, or an empty string."""
     with contextlib.suppress(OSError):
-        # The folders above may be another project's, in which this one was copied.
+        # The folder may be another project's, into which this package was copied.
         text = PROJECT.read_text(encoding="utf-8")
         if re.search('^name = "meshwright"', text, re.M):
             return text

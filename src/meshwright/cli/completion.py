@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     shell = flags.parse_settings(
         CompletionConfig, argv, "meshwright completion", about=ABOUT
     ).config.shell
-    # It looks at every command, which --help need not wait for.
+    # This module looks at every command, which --help need not wait for.
     from meshwright.config import completion
 
     print(completion.completion_script(shell))

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 
     ranks = (c.target_tensor_parallel_size, c.target_pipeline_parallel_size)
     target = ConversionTarget(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
-    # What the flags say of the network, for a source that does not say it.
+    # The flags describe the network where the source does not.
     known = fields.config_fields(GenerateConfig)
     given = {name: value for name, value in flags.given_settings(parsed).items() if name in known}
     # This opens the source and checks that all fits; nothing is written before `run`.
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
         f"{done.seconds:.1f} s, {done.bytes / max(done.seconds, 1e-9) / 1e6:,.1f} MB/s"
     )
     if target.to == "huggingface":
-        # What a user most likely does with the folder next.
+        # Show what a user most likely does with the folder next.
         load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
         notice(f"next: {load} with transformers, or meshwright chat {shlex.quote(str(folder))}")
     return DONE

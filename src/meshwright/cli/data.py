@@ -119,7 +119,7 @@ class InspectConfig(TrainConfig):
             if others and getattr(i, name) is not None:
                 text = f"{{{name}}} shows nothing else, but {named(others)} covers all documents; leave one out"
                 out.append(Problem((name, *others), text))
-        # A sample is one of a training, whose flags must be right for it.
+        # A sample belongs to a training, so that the training's flags must be right.
         if i.sample is not None:
             out += checks.forecast_problems(self, needs_data=not i.prefix)
         return out
@@ -166,7 +166,7 @@ class MergeConfig:
     def problems(self) -> list[Problem]:
         m = self.merging
         out = [] if m.output_prefix else [missing("output_prefix", "where to write")]
-        # One of the two says what is merged.
+        # Exactly one of the two says what is merged.
         if bool(m.datasets) == bool(m.input):
             text = "give either prefixes of .bin/.idx (meshwright data merge A B ...) or {input=FOLDER}"
             out.append(Problem(("datasets", "input"), text))
@@ -187,7 +187,7 @@ class Verb:
 def verbs() -> dict[str, Verb]:
     """Return the verbs of this installation; other packages' come last."""
     found = registry.load("data_commands")
-    # In the order of the work, from checking to merging.
+    # Ours are in the order of the work.
     ours = [name for name in IN_ORDER if name in found]
     theirs = [name for name in found if name not in IN_ORDER]
     return {name: found[name] for name in (*ours, *theirs)}
@@ -227,7 +227,7 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
         for ending in (".idx", ".bin"):
             if must_exist and not Path(prefix + ending).exists():
                 raise bad_data(f"{prefix}{ending} does not exist{near_prefix(prefix)}")
-        # Of an object the run's own copy holds only what was read of it so far.
+        # A run's own copy of an object holds only the blocks that were read so far.
         if address_of(prefix) is not None:
             what = f"what is here of {prefix} are the blocks that a run has read, with holes between them"
             raise UserError(f"{what}; copy both objects to another folder, and give that one's")
@@ -259,7 +259,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     from meshwright.data import tokenizers
 
     i = config.inspection
-    # A sample belongs to a training, whose data a prefix stands for.
+    # PREFIX stands for the --data-path of the training that a sample belongs to.
     prefix = strip_endings([i.prefix])[0] if i.prefix else None
     read = with_prefix(config, prefix) if i.sample is not None else config
     folder = tokenizers.find_of_data([prefix] if prefix else data_paths.prefixes(read.data))
@@ -270,7 +270,6 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     from meshwright.data import statistics
     from meshwright.data.files.indexed import Indexed
 
-    # A sample, or a document, or all of the file.
     if i.sample is not None:
         from meshwright.data.ahead import show_sample
 
@@ -320,7 +319,7 @@ def merge_command(config: MergeConfig, dry: bool) -> None:
     m = config.merging
     clock = Clock()
     world = find_world(os.environ)
-    # Started on several ranks by mistake, one merges and the others end.
+    # If several ranks were started by mistake, one merges and the others end.
     assert m.output_prefix
     if world.rank:
         return

@@ -28,7 +28,7 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_rank_0: bool) -> R
     c = parsed.config
     t = c.texts
     prompts = gather_prompts(c) if is_rank_0 else []
-    # Reading and writing one file would leave neither.
+    # A file that is read and written at once would be lost.
     output = t.sample_output_file or f"{t.sample_input_file}.out"
     for flag, path, source in (
         ("--sample-output-file", output, t.sample_input_file),

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if config.engine == "ray":
         return run_on_ray(config, words)
     plan = make_plan(config)
-    # Before any rank starts: without room for torch each would fail in odd ways.
+    # Check before any rank starts: without room for torch each would fail in odd ways.
     require_address_space()
     if plan.least_ranks:
         return run_elastic(plan, program, words)
@@ -95,7 +95,7 @@ def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:
 
 def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
     """Launch on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new local one."""
-    # Flags that say where machines are, which Ray knows by itself.
+    # These flags say where machines are, which Ray knows by itself.
     for name in ("node_rank", "master_addr", "master_port", "node_ips"):
         if getattr(config, name) is not None:
             raise SettingsError(
@@ -129,7 +129,7 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     in the flags, which are the same on all ranks.
     """
     world = find_world(os.environ, number_of(argv, "local[-_]rank"))
-    # One answer for a question, whatever number of ranks was started.
+    # A question gets one answer, however many ranks were started.
     if world.rank and (
         help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)
     ):

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     if parsed.dry_run:
         show_inputs(parsed.config)
         return DONE
-    # Imported late, for a quick --help.
+    # This import is late, so that --help is quick.
     from meshwright.data.text.preprocess import preprocess
 
     shard = parsed.config.preprocess.shard
@@ -46,7 +46,7 @@ def show_inputs(config: PreprocessConfig) -> None:
 
     preparation = None
     if config.tokenizer != TokenizerFlags():
-        # Only a plan: what it would say of itself is said below.
+        # This is only a plan: what it would print itself is printed below.
         with open(os.devnull, "w") as nowhere:
             preparation = PreprocessPlan(config, nowhere, nowhere)
     # The plan has found the inputs already.

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     else:
         about_one = describe_preset(c.name)
         size = f"{_rounded(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
-        # To standard error: what goes into a script is the flags alone.
+        # This goes to standard error, so that a script gets the flags alone.
         print(f"# {c.name}: {size}\n# {about_one['source']}", file=sys.stderr)
         # Into a script or a command line goes one line.
         separator = " \\\n    " if sys.stdout.isatty() else " "
@@ -77,7 +77,7 @@ def describe_preset(name: str) -> dict[str, Any]:
     from meshwright.training.sizes import logits_bytes, state_bytes
 
     settings = PRESETS[name]
-    # The same precision, batch and optimizer for all, so that their memory can be compared.
+    # All get the same precision, batch and optimizer, so that their memory can be compared.
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
     config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
     vocabulary = family_of(name).vocabulary
@@ -102,7 +102,7 @@ def list_presets() -> list[str]:
         for name, settings in family.presets.items():
             about = describe_preset(name)
             heads = str(settings["num_attention_heads"])
-            # Heads of queries, and of keys and values where there are fewer.
+            # The heads of keys and values follow those of queries where there are fewer of them.
             if groups := settings.get("num_query_groups"):
                 heads += f"/{groups}"
             cells = (
@@ -135,7 +135,7 @@ def preset_as_flags(name: str) -> list[str]:
 
 
 def preset_as_toml(name: str) -> str:
-    # Only what the preset says, so that the file changes nothing else.
+    # The file holds only what the preset says, so that it changes nothing else.
     settings = PRESETS[name]
     config, _ = flags.build_config(TrainConfig, [(name, settings)])
     stated = [setting for setting, value in settings.items() if value is not None]

@@ -76,7 +76,7 @@ class ReadingCommand(Generic[C]):
         if parsed is None:
             return DONE
         c = parsed.config
-        # A model needs so many ranks; those that were started beyond have nothing to do.
+        # Ranks beyond those that the model needs have nothing to do.
         if not self.copies and is_idle(world, c.parallel.model_ranks, self.noun):
             return DONE
         if not parsed.dry_run:
@@ -91,7 +91,7 @@ class ReadingCommand(Generic[C]):
         console.set_stream(task.stream)
         given = flags.given_settings(parsed)
         folders = task.folders or [c.checkpoint.load or ""]
-        # What can go wrong without weights: the flags, the tokenizer, the template.
+        # A dry run checks what needs no weights: the flags, the tokenizer, the template.
         if parsed.dry_run:
             for folder in folders:
                 model = language_model.open_checked(folder, given, c.tokenizer)
@@ -103,7 +103,7 @@ class ReadingCommand(Generic[C]):
             return DONE
         if c.precision.deterministic_mode:
             devices.use_deterministic_algorithms()
-        # The context closes last: a socket, or the table of all results.
+        # The context, such as a socket or the table of all results, closes last.
         with task.context, command.explain_out_of_memory(task.less):
             return ranks.run_on_ranks(
                 c, world, given, task.work, copies=self.copies, stops=task.stops, folders=folders

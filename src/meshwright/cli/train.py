@@ -39,13 +39,13 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         from meshwright.training.before.resolve import complete_from_start
 
         config, start = complete_from_start(parsed)
-    # Settings in their final form, which the checkpoint has completed.
+    # Print the settings in their final form, which the checkpoint has completed.
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
-    if config.checkpoint.load and not dry:  # complete only now
+    if config.checkpoint.load and not dry:  # the settings are complete only now
         require(checks.problems(config), parsed.words)
-    # From here on torch is imported, which takes seconds.
+    # These imports bring torch, which takes seconds.
     from meshwright.training import run
     from meshwright.training.before import preflight
     from meshwright.training.before.resolve import Caller, note_export, require_start_folder
@@ -55,7 +55,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     launched = None if dry else launch.relaunch(config.parallel, world, ["train", *argv])
     if launched is not None:
         return launched
-    # Once on each machine, as errors in the flags are.
+    # These are printed once on each machine, as errors in the flags are.
     if world.local_rank == 0:
         note_export(parsed, config)
         flags.print_notices(parsed)

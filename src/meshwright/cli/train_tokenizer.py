@@ -56,13 +56,13 @@ def main(argv: list[str]) -> int:
 
     inputs = find_inputs(given)
     texts = _read_progress(given, inputs)
-    # Before anything is written: is there any text?
+    # See whether there is any text before anything is written.
     first = next((text for text in texts if text), None)
     if first is None:
         reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
-    # What the vocabulary is made from, to know it again: the same is not learnt twice.
+    # By this record the same vocabulary is known again, and not learnt twice.
     made_from = {
         "command": "train-tokenizer",
         "inputs": inputs.identity(),
@@ -72,11 +72,11 @@ def main(argv: list[str]) -> int:
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
         make_folder(given.output, "--output")
-        # Learnt in a folder beside its place, and moved there when both files are whole.
+        # It is learnt in a folder beside its place, and moved there when both files are whole.
         with tempfile.TemporaryDirectory(dir=given.output) as made:
             train_bpe(itertools.chain([first], texts), given.vocab_size, Path(made))
             sizes = {name: os.path.getsize(Path(made) / name) for name in FILES}
-            # The record first: files that it does not describe are made again.
+            # Write the record first: files that it does not describe are made again.
             origin.write_origin(given.output / RECORD, made_from, sizes)
             for name, target in zip(FILES, vocabulary, strict=True):
                 os.replace(Path(made) / name, target)

@@ -19,7 +19,7 @@ def data_problems(d: Data, needed: bool) -> list[Problem]:
         out.append(
             Problem(("last_epoch_cutoff",), f"{stated(d, 'last_epoch_cutoff')} is not in [0, 1]")
         )
-    # What the paths say is read here only to be checked; files are not opened.
+    # The paths are read here only to check them; token files are not opened.
     try:
         trains = any(one.split == "train" for one in data_paths.path_sets(d))
         if needed and not trains and not d.mock_data:

@@ -15,8 +15,8 @@ from meshwright.config.schema import Model, Parallel, TrainConfig
 def parallel_problems(c: TrainConfig) -> list[Problem]:
     p = c.parallel
     m = c.model
-    # Opened only to see that it can be read.
     out = naming_problems(p)
+    # The file is opened only to see that it can be read.
     if p.deepspeed_config and not find_address(p.deepspeed_config):
         try:
             with open(p.deepspeed_config, "rb"):
@@ -193,7 +193,7 @@ def zero_problems(c: TrainConfig) -> list[Problem]:
         out.append(
             Problem((name,), f"{stated(p, name)} does not divide the {c.dp} data-parallel ranks")
         )
-    # DeepSpeed's flag: parameters on the host, which only stage 3 divides among the ranks.
+    # DeepSpeed's flag puts parameters on the host, and only stage 3 divides them among the ranks.
     if p.remote_device == "cpu" and p.zero_stage != 3:
         other = "{cpu_optimizer=True} works with every stage"
         text = f"{{remote_device=cpu}} needs {{zero_stage=3}}, not {p.zero_stage}; {other}"

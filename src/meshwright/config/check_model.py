@@ -89,7 +89,7 @@ def rope_problems(m: Model) -> list[Problem]:
 
 def has_megatrons_scaling(m: Model) -> bool:
     """Return whether Megatron's arguments can express the scaling of rotary frequencies."""
-    # Megatron has a whole factor of positions, and Llama 3's constants in its code.
+    # Megatron's factor of positions is a whole number, and Llama 3's constants are in its code.
     constants = m.rope_low_freq_factor, m.rope_high_freq_factor, m.original_positions
     expressed = {
         "none": True,
@@ -148,7 +148,7 @@ def contradictions(
     asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE
 ) -> list[Problem]:
     """Describe each of these settings that differs from the checkpoint's."""
-    # Compared is what flags come to: `groups`, not the flag for it, which may be left out.
+    # Compare what flags come to, such as `groups`: the flag for it may be left out.
     defaults = Model()
     out: list[Problem] = []
     left_open: list[Problem] = []

@@ -114,8 +114,8 @@ def _sizes_problems(c: TrainConfig) -> list[Problem]:
     ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
     if micro is None and not (batch and number):
         return [missing("micro_batch_size", "samples of one forward pass (or auto)")]
-    # All three are given: their product must be right.
     of_batch = stated(t, "global_batch_size")
+    # If all three are given, their product must be right.
     if isinstance(micro, int) and batch and number:
         product = micro * number * c.dp
         if product != batch:
@@ -194,7 +194,7 @@ def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
         out.append(Problem((*about, "global_batch_size"), text))
     if c.lengths == ["train_iters"]:
         out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
-    # Last, since it is about batches that are right otherwise.
+    # This check comes last, since it is about batches that are right otherwise.
     unit = c.micro_batch * c.dp
     odd = [batch for batch in batches if batch % unit]
     if odd and not out:
@@ -244,7 +244,7 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
     for name in ("min_lr", "lr_warmup_init"):
         if o.lr is not None and getattr(o, name) > o.lr > 0:
             out.append(Problem((name, "lr"), f"{stated(o, name)} is above {stated(o, 'lr')}"))
-    # A rate of its own follows the schedule as a multiple of the peak.
+    # The other rates follow the schedule as multiples of the peak.
     if o.lr == 0:
         for name in ("embedding_lr", "head_lr", "vector_lr"):
             if getattr(o, name):
@@ -307,7 +307,7 @@ def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
         if flag == "lr_warmup_iters" and fitting > 0:
             text += f" to {fitting} or less"
         out.append(Problem((flag,), f"{{{flag}}}: {text}"))
-    # WSD's last part is within the decay, which begins behind the warm-up.
+    # WSD's last part is within the decay, which begins after the warm-up.
     between = c.decay_samples - c.warmup_samples
     if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= between:
         text = (

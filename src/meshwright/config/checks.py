@@ -175,7 +175,7 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
     for name in given_bases(m):
         unknown[name] = f"{{{name}}}"
     reasons = {name: f"has no place for {what}" for name, what in unknown.items()}
-    # Its optimizer state is exp_avg and exp_avg_sq, its layers are numbered within equal stages.
+    # It has Adam's exp_avg and exp_avg_sq, and numbers the layers within equal stages.
     if kind not in ("adam", "adamw"):
         reasons["optimizer"] = f"holds Adam's state, not {kind}'s ({{optimizer}})"
     if (m.num_layers or 0) % c.parallel.pipeline_model_parallel_size:
@@ -372,7 +372,7 @@ def beam_problems(c: GenerateConfig) -> list[Problem]:
     t = c.texts
     s = c.sampling
     default = type(c.sampling)()
-    # Settings that change from their defaults were meant to have an effect.
+    # A setting that differs from its default was meant to have an effect.
     of_draws = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "recompute")
     drawing = [name for name in of_draws if getattr(s, name) != getattr(default, name)]
     width = stated(t, "beam_width")

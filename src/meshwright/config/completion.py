@@ -62,7 +62,7 @@ def words_of_commands() -> list[Words]:
         # An installation may be without the app of a page. The first word of "data pack" counts.
         if name.split()[0] not in known:
             continue
-        # As the help lists them, but for flags that are only accepted.
+        # List the flags as the help does, but for those that are only accepted.
         config = pkgutil.resolve_name(page.config)
         flags: dict[str, HelpEntry] = {}
         arguments = []
@@ -93,7 +93,7 @@ def completion_script(shell: str) -> str:
 def _bash() -> str:
     cases = []
     for w in words_of_commands():
-        # A case of the shell for each kind of value, with all flags that take it.
+        # Each kind of value is one case, with all flags that take it.
         by_kind: dict[str, list[str]] = {}
         for e in w.flags:
             if kind := w.kind(e):
@@ -126,7 +126,7 @@ def _filled(shell: str, **values: str) -> str:
 
 def _zsh() -> str:
     actions = {"dirs": "_files -/", "files": "_files", "prefixes": "_files", "any": " "}
-    # A case for each command, with its flags and what may follow each of them.
+    # Each command is one case, with its flags and what may follow each of them.
     cases = []
     for w in words_of_commands():
         cases.append(f"        '{w.name}')\n            _arguments \\")
@@ -172,7 +172,7 @@ def _fish_lines() -> Iterator[str]:
     for name, text in verb_texts().items():
         how = "__meshwright_words 2; and __meshwright_is data"
         yield f"complete -c meshwright -n '{how}' -a {name} -d {_fish_quoted(text)}"
-    # fish asks all of its lines; each says for which command it is.
+    # fish evaluates every line, so that each says which command it is for.
     for w in words_of_commands():
         start = f"complete -c meshwright -n '__meshwright_is {w.name}'"
         for e in w.flags:

@@ -71,7 +71,7 @@ def path_settings(d: Data) -> list[str]:
 
 def without(d: Data) -> Data:
     """Return the settings without those that name token files."""
-    # As they are by default: some take one file, others a list.
+    # Some take one file, others a list.
     nothing: dict[str, Any] = {}
     for name in path_settings(d):
         nothing[name] = [] if isinstance(getattr(d, name), list) else None
@@ -199,7 +199,7 @@ def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
     name, colon, rest = (part.strip() for part in text.partition(":"))
     parts = [part.split() for part in rest.split(",")]
     lengths = [len(part) for part in parts]
-    # One path alone, or three words for each path.
+    # A group is one path alone, or three words for each path.
     if not (name and colon and (lengths == [1] or set(lengths) == {3})):
         raise ValueError(f" is not of the form {form}")
     if lengths == [1]:

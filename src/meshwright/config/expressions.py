@@ -71,7 +71,7 @@ def read_expression(text: str) -> Any:
     """Return the value of one expression without names; raise ValueError for other text."""
     if len(text) > BYTES:
         raise ValueError(f"more than {BYTES} characters")
-    # Copied at the end, so that no two parts of the value are one object.
+    # The value is copied at the end, so that no two parts of the value are one object.
     evaluator = Evaluator(ReadingLimits())
     try:
         return evaluator.limits.copied(evaluator.expression(parse(text, "eval").body))
@@ -142,7 +142,7 @@ class Evaluator:
         return number
 
     def arithmetic(self, e: ast.BinOp) -> Any:
-        # Lists are added and repeated, texts added, numbers computed with.
+        # Lists are added and repeated, and texts are added; numbers have all operators.
         left = self.expression(e.left)
         right = self.expression(e.right)
         kinds = {type(left), type(right)}

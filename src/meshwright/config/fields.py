@@ -100,7 +100,7 @@ def group(**spec: Unpack[FlagSpec]) -> Callable[[type[T]], type[T]]:
     """Return a decorator that gives these facets to a class's flags without their own."""
 
     def decorate(cls: type[T]) -> type[T]:
-        # Before `dataclass` makes its class of the fields.
+        # This runs before `dataclass` turns the fields into its class.
         for f in vars(cls).values():
             if isinstance(f, dataclasses.Field):
                 stated = {
@@ -243,7 +243,7 @@ def read_forms(group: Any) -> None:
     def read(name: str, form: type[TextForm], value: Any) -> Any:
         if isinstance(value, list):
             return [read(name, form, each) for each in value]
-        # It has been read, or is none.
+        # The value has been read already, or is None.
         if not isinstance(value, str):
             return value
         try:

@@ -752,7 +752,7 @@ class LayerReader:
 
     def _of_file(self, settings: dict[Any, Any], path: Path) -> dict[str, Any]:
         values = self._without_others(self._flat(settings))
-        # A run's own config.toml, of an earlier release, continues it.
+        # The config.toml of a run that an earlier release began must still continue it.
         for name, value in values.items():
             if isinstance(value, str) and (name, value) in REMOVED_VALUES:
                 values[name] = same = REMOVED_VALUES[name, value]

@@ -119,7 +119,7 @@ class HelpEntry:
 
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
-        # The longest beginning that ends with a clause and fits.
+        # Take the longest beginning that ends with a clause and fits.
         default = f" [{self.default}]" if self.default else ""
         whole = SHORT.get(self.name, self.text)
         fitting = []
@@ -147,7 +147,7 @@ def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
         is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
         if word == "--" or (names_follow and not word.startswith("-") and not is_value):
             return None
-        # --help=TOPIC, --help TOPIC, or either before --help-all, which says more.
+        # The topic is joined by `=` or is the next word; a later --help-all says more.
         name, _, value = word.partition("=")
         if name not in WORDS:
             continue
@@ -166,7 +166,7 @@ def show_help(command: Command, topic: str) -> None:
         import shutil
         import signal
 
-        # A pager that is empty or cat is the usual way to want none.
+        # An empty PAGER, or cat, is the usual way to ask for none.
         pager = os.environ.get("PAGER", "less")
         if pager.strip() not in ("", "cat") and shutil.which(pager.split()[0]):
             # as git has it: colours, and no pager for what fits
@@ -197,7 +197,7 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         if any(_key(e.flag) == key for e in shown):
             lines += ["", f"`{command.prog} --help --{key}` explains the flag of this name."]
         return lines
-    # Flags before positional arguments of the same name.
+    # A flag comes before a positional argument of the same name.
     for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
         if key in map(_key, (entry.name, entry.flag, *entry.also)):
             return explain_flag(command, entry)
@@ -352,7 +352,7 @@ def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
             lines += [" " * COMMON + text for text in rest]
     lines += _examples(command)
 
-    # How to see more.
+    # Say how to see more.
     groups = dict.fromkeys(e.group for e in shown if e.group != "arguments")
     first, *rest = textwrap.wrap(", ".join(groups), _width() - 17)
     lines += ["", "More:", f"  --help GROUP   {first}"]
@@ -378,8 +378,8 @@ def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]
 def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
     name = group.capitalize().replace("_", " ")
     heading = f"{name}:"
-    # A group's docstring says what its flags are about, unless it only repeats the name. That of a
-    # dataclass without one is its signature.
+    # A group's docstring says what its flags are about, unless it only repeats the name. A
+    # dataclass without a docstring has its signature there.
     kind = config_groups(command.config).get(group)
     doc = ""
     if kind is not None and kind.__doc__:
@@ -429,7 +429,7 @@ def explain_flag(command: Command, e: HelpEntry) -> list[str]:
     if in_group:
         rows["group"] = f"{e.group} (`{command.prog} --help {_key(e.group)}`)"
     if f is not None:
-        # The table of all flags, if no page explains it.
+        # If no page explains the flag, the table of all flags does.
         pages = [f"docs/{page}.md" for page in f.metadata["docs"].split()]
         rows["explained"] = ", ".join(pages[:2]) or "docs/flags.md"
 
@@ -475,12 +475,12 @@ def _no_default(e: HelpEntry) -> str:
 
 
 def _key(word: str) -> str:
-    # Flags, fields and groups are compared as one spelling.
+    # Flags, fields and groups are compared in one spelling.
     return word.lower().lstrip("-").replace("_", "-").replace(" ", "-")
 
 
 def _terminal() -> tuple[int, int]:
-    # Without a terminal, such as in a pipe, as on a usual one.
+    # Output that goes into a pipe is as wide as a usual terminal.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.get_terminal_size(sys.stdout.fileno())
     return 80, 24

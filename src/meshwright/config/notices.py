@@ -96,7 +96,7 @@ def without_effect(config: Any) -> list[str]:
         out.append(f"{state} has no effect with --sgd-momentum 0, which keeps none")
     if d.mock_data and data_paths.path_settings(d):
         out.append("--mock-data: the files of --data-path and similar flags are not read")
-    # A run that is given in samples or tokens may have any number of steps.
+    # A run whose length is in samples or tokens may have any number of steps.
     last_step = math.inf if t.train_iters is None else t.train_iters
     if g.profile and g.profile_step_start > last_step:
         start = f"--profile-step-start {g.profile_step_start}"

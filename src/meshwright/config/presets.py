@@ -31,14 +31,14 @@ def _families() -> tuple[Family, ...]:
     for family in tables["families"]:
         columns = family["columns"].split()
         presets = {}
-        # Settings of all presets of a family; a cell of the table comes before them.
+        # All presets of a family share these settings; a cell of the table comes before them.
         shared = tables["recipes"].get(family.get("recipe"), {}) | family["settings"]
         for name, cells in family["presets"].items():
             row = {column: cell for column, cell in zip(columns, cells, strict=True) if cell != ""}
             values = row | {
                 setting: value for setting, value in shared.items() if setting not in row
             }
-            # TOML has no null.
+            # TOML has no null, so that the file has the word none.
             presets[name] = {
                 setting: None if value == "none" else value for setting, value in values.items()
             }
@@ -86,7 +86,7 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     unit = next((u for u in (*units, "epochs") if given.get(f"train_{u}")), None)
     if not unit or family_of(name).is_script:
         return out
-    # In samples that are not known yet: the schedule takes all of them.
+    # How many samples an epoch has is not known yet, so that the schedule takes all of them.
     if unit == "epochs":
         return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
     # The parts of the schedule keep their shares of the run, in the unit of its length.
@@ -96,7 +96,7 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         length //= given.get("seq_length") or out["seq_length"]
     for part, share in parts.items():
         del out[part]
-        # A part that is given in any unit is the user's.
+        # A part that the user gives, in any unit, stays as it is.
         if not any(part.replace("iters", u) in given for u in units):
             key = part if in_steps else part.replace("iters", "samples")
             out[key] = max(1, round(length * share))

@@ -108,7 +108,7 @@ class Wording:
         remarked = set[tuple[int, str]]()
 
         def words_for(match: re.Match[str]) -> str:
-            # A doubled brace, a setting's name, or a name with a value.
+            # A match is a doubled brace, a setting's name, or a name with a value.
             name, value = match.groups()
             if name is None:
                 return "{"

@@ -210,7 +210,7 @@ def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None
     draft.choose(
         "hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}"
     )
-    # It is another than the recipe's if it is given.
+    # A width that is given comes before the recipe's.
     width = draft.value("hidden_size")
     head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
     # A width that is given may be no multiple of these heads; one head always works.
@@ -298,7 +298,7 @@ def _tokens_of(prefix: str) -> int:
 
 
 def _choose_tokens(draft: Draft) -> None:
-    # A preset's length is of its own schedule.
+    # A preset's length belongs to its own schedule.
     if not draft.given.intersection(LENGTHS):
         draft.config = with_settings(draft.config, **dict.fromkeys(LENGTHS))
         draft.choose("train_tokens", *auto_tokens(draft.config))
@@ -336,7 +336,7 @@ def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
     else:
         steps = draft.config.training.train_iters or 1
         best = (c * (steps / d) ** p) ** (1 / (1 - p))
-    # The nearest in ratio: 2.9 to 5.6 samples become 4.
+    # Take the power of 2 that is nearest in ratio: 2.9 to 5.6 samples become 4.
     exponent = round(math.log2(best / length))
     return 1 << max(0, exponent)
 
@@ -373,7 +373,7 @@ def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
     if p.model_ranks == 1 and p.zero_stage <= 1:
         draft.choose("micro_batch_size", "auto", "what fits is measured before training")
         return
-    # Double it as long as the ranks can still make whole batches of it.
+    # Double the size as long as the ranks can still make whole batches of it.
     total = draft.config.training.global_batch_size or 1
     size = 1
     while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:

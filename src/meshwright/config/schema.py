@@ -1624,7 +1624,7 @@ class TrainConfig:
             )
         if not self.training.rampup_batch_size:
             return self.global_batch
-        # START INCREMENT SAMPLES: so many increments, spread evenly over the samples.
+        # The increments from START to the full batch are spread evenly over SAMPLES.
         start, increment, samples = self.training.rampup_batch_size
         increments = (self.global_batch - start) // increment
         if consumed > samples or not increments:

@@ -172,7 +172,7 @@ class PreprocessConfig:
             out.append(
                 Problem(("document_length",), "{document_length} needs a single one of {json_keys}")
             )
-        # The rest is about sentences alone.
+        # What follows is about sentences alone.
         if p.split_sentences:
             return out
         needing = {

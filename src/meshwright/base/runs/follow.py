@@ -51,8 +51,8 @@ COLUMNS = (
 )
 # The others are unknown on some devices, which is NaN here.
 NEEDED = COLUMNS[:-2]
-TASK_BYTES = 8 << 20  # that one process reads at a time
-# that are parsed at a time: the objects of more would not stay in the caches
+TASK_BYTES = 8 << 20  # read by one process at a time
+# Parsed at a time: the objects of more would not stay in the caches.
 PARSED_BYTES = 1 << 18
 PARALLEL_BYTES = 8 * TASK_BYTES  # from which on several processes read
 HEAD_BYTES = 256  # at the start of the file, which must stay the same
@@ -64,7 +64,7 @@ Parsed = Steps | dict[str, Any] | str  # steps, another row, or what is wrong wi
 def parse_rows(data: bytes) -> list[Parsed]:
     """Return the content of complete lines, in order."""
     try:
-        # All lines as one list: a call for each of a million lines would take longer.
+        # Parse all lines as one list: a call for each of a million lines would take longer.
         rows: list[Any] = orjson.loads(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]")
         events = list(map(operator.itemgetter("event"), rows))
     except (ValueError, TypeError, KeyError):
@@ -112,7 +112,7 @@ def parse_range(path: str, begin: int, end: int) -> list[Parsed]:
     out = list[Parsed]()
     at = 0
     while at < len(data):
-        # Parts of about PARSED_BYTES, each to the end of a line.
+        # A part has about PARSED_BYTES and ends with a line.
         after = data.find(b"\n", min(at + PARSED_BYTES, len(data)) - 1) + 1 or len(data)
         out += parse_rows(data[at:after])
         at = after
@@ -165,7 +165,7 @@ class RunTail:
             return
         with file:
             status = os.fstat(file.fileno())
-            # Unchanged since it was last read: there is nothing to do.
+            # A file that has not changed since it was last read is not read again.
             state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if state == self.file_state:
                 return
@@ -246,7 +246,6 @@ class RunTail:
         self.columns[:, kept:after] = new.T
         self.count = after
 
-        # What the attempt gains by them.
         first, last = new[[0, -1], COLUMNS.index("time")].tolist()
         seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
         self.record.take_steps(int(iterations[-1]), seconds, (first, last))

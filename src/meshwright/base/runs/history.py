@@ -299,11 +299,11 @@ def _read_step(row: dict[str, Any]) -> LoggedStep:
         lr=float(row["lr"]),
         tokens_per_second=float(row["tokens_per_second"]),
         ms=_time(row["ms"]),
+        mfu=None if mfu is None else float(mfu),
+        memory=None if memory is None else float(memory),
         iteration=int(row["iteration"]),
         consumed_samples=int(row["consumed_samples"]),
         skipped=bool(row["skipped"]),
-        mfu=None if mfu is None else float(mfu),
-        memory=None if memory is None else float(memory),
     )
 
 

@@ -64,6 +64,6 @@ def expand_sweeps(folders: Iterable[Path]) -> list[Path]:
     runs: list[Path] = []
     for folder in folders:
         names = read_record(folder).get("runs", ())
-        # A sweep none of whose runs made a step is shown as it is: its own folder.
+        # A sweep without such a run stays what it is: its own folder.
         runs += [folder / name for name in names if holds_steps(folder / name)] or [folder]
     return runs

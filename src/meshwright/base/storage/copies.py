@@ -153,7 +153,7 @@ class SparseCopy:
                 touched.update(range(begin // BLOCK, (end - 1) // BLOCK + 1))
         lacking = sorted(n for n in touched if n < self.count and not self.checked[n])
 
-        # A block alone is brought by this thread, several at once by some.
+        # This thread brings a single block; a pool of threads brings several.
         if len(lacking) == 1:
             self.bring(lacking[0])
         elif lacking:

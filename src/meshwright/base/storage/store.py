@@ -195,7 +195,7 @@ class BucketObjects:
                 kind = type(error).__name__
                 if kind in none_for:
                     return None
-                # The one kind of error that an answer which broke off raises.
+                # An answer that broke off raises this kind of error alone.
                 if kind == "GenericError" and left and time.monotonic() < until:
                     continue
                 reason = first_line(error)[:300]
@@ -214,7 +214,7 @@ def require_credentials(bucket: str) -> None:
     """Refuse a bucket without credentials at once: the library asks for a role for minutes."""
     scheme = bucket.partition("://")[0]
     names, giver = CREDENTIALS.get(scheme, ((), ""))
-    # Where Google's own tool leaves a login.
+    # Google's own tool leaves a login there.
     login = Path("~/.config/gcloud/application_default_credentials.json").expanduser()
     if not giver or any(os.environ.get(name) for name in names):
         return
@@ -247,7 +247,7 @@ def open_bucket(bucket: str) -> ObjectStore:
     require_credentials(bucket)
     open_url: Any = from_url  # its overloads know no mapping of settings
     seconds = datetime.timedelta(seconds=1)
-    # Storage may be away for minutes, which a training waits for rather than end.
+    # Storage may be away for minutes; a training waits for it instead of ending.
     options: dict[str, Any] = {"timeout": PATIENCE, "connect_timeout": 10 * seconds}
     # S3 checks the hash of what arrives. Another service that speaks S3 may have no TLS.
     more: dict[str, Any] = {"checksum_algorithm": "SHA256"} if bucket.startswith("s3:") else {}
@@ -288,7 +288,7 @@ def size_of(path: Path) -> int | None:
     """Return the size of the object that a path stands for, if there is one."""
     if address_of(path) is None:
         return None
-    # One listing for all names in a folder.
+    # One listing answers for all names in a folder.
     if path.name not in _sizes.get(path.parent, ()):
         store, key = locate(path.parent)
         _sizes[path.parent] = {name: entry.size for name, entry in store.entries(key).items()}

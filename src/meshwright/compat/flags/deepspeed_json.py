@@ -199,7 +199,7 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
 
 def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[str]) -> TrainConfig:
     """Fill the configuration; accumulation steps count only if the batch sizes leave them open."""
-    # They follow from the batch sizes, which may come from the file or from flags.
+    # The steps follow from the batch sizes, which may come from the file or from flags.
     steps = taken.pop("num_accumulation_steps", None)
     filled = with_settings(config, **taken)
     t = filled.training

@@ -216,7 +216,7 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
             for kind in "qk":
                 norm = f"{theirs}.attn.norm_{kind}"
                 copy(f"{ours}.attn.ln_{kind}", norm, head, biased=is_layer_norm)
-        # A bias of attention's first product alone is an option of theirs.
+        # litgpt can have a bias in attention's first product alone.
         for end in ("weight", "bias") if has_bias or s["add_qkv_bias"] else ("weight",):
             qkv = qkv_of(lit, f"{theirs}.attn", end, (heads, groups, head, h))
             out[f"{ours}.attn.qkv.{end}"] = qkv
@@ -246,7 +246,7 @@ def qkv_of(
     heads, groups, head, width = sizes
     rows = (heads + 2 * groups) * head
     shape = (rows,) if end == "bias" else (rows, width)
-    # Older files have the rows as ours: group by group.
+    # Older files have the rows in our order: group by group.
     older = f"{name}.attn.{end}"
     if lit.has(older):
         return one_view(lit.take(older, *shape))

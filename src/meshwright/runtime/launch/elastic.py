@@ -85,7 +85,7 @@ def find_shapes(
         if not command[0].endswith(".py"):
             raise UserError(f"{ELASTIC_FLAGS} are for train and for scripts, not for {command[0]}")
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
-    # First what the flags say, then what the checkpoint adds.
+    # Check what the flags say first, and then what the checkpoint adds.
     require_resumable(parse_train(command, most), command)
     config = parse_train(command, most, complete)
     # Whole replicas of the model, so multiples of its ranks, from the most down.
@@ -171,7 +171,7 @@ def choose_shape(
             if share:
                 shares[node] = share
                 left -= share
-        # Machine 0 has the store.
+        # Machine 0 has the store, so that it must take part.
         if left == 0 and 0 in shares:
             return shape, shares
     return None

@@ -123,7 +123,7 @@ def make_job(
             raise SettingsError(
                 f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out"
             )
-    # The numbers of the cluster, which this machine cannot count.
+    # These are numbers of the cluster, which this machine cannot count.
     nodes = 1 if config.nnodes is None else config.nnodes
     count = config.nproc_per_node
     require_numbers(config, nodes)
@@ -131,7 +131,7 @@ def make_job(
         raise SettingsError(
             f"{{nproc_per_node={count}}} would count the devices here; give {{write}} the number of each node"
         )
-    # For its errors: what cannot be started need not be written.
+    # This is called for its errors: what cannot be started need not be written.
     build_program(command)
     checked = check_command(command, nodes, int(count), complete)
     trained = checked if isinstance(checked, TrainConfig) else None
@@ -237,8 +237,7 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
         notes.append(f"the model comes from --load {c.load}; only the number of ranks was checked")
     if config is None and job.command[0] not in PAGES:
         notes.append(f"the flags of {job.command[0]} were not checked")
-    # Where the command's paths are.
-    # Engines of containers have a file system of their own.
+    # Say where the command's paths are: containers have a file system of their own.
     in_container = engine in ("kubernetes", "jobset", "skypilot", "docker")
     folder = f"{WORK} of the container" if in_container else job.folder
     notes.append(f"relative paths begin in {folder}")
@@ -279,7 +278,7 @@ def values_for_all(job: ClusterJob) -> dict[str, object]:
 
 def values_for_slurm(job: ClusterJob) -> dict[str, object]:
     command = [f"    {shlex.join(line)}" for line in by_lines(job.command)]
-    # Settings of this shell, which the job would not have.
+    # The job would not have these settings of this shell.
     exports = [f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()]
     return {
         "CPUS": CORES * job.devices,

@@ -258,7 +258,7 @@ def launch_flags_of(parallel: Parallel, world: World) -> list[str] | None:
     """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
     per_node = parallel.num_gpus_per_node
     nodes = parallel.num_nodes
-    # A rank of a launcher is there already; the flags may only say what it did.
+    # A launcher has started this rank already; the flags may only repeat its numbers.
     if world.launcher != "none":
         if per_node * nodes not in (1, world.size):
             raise SettingsError(

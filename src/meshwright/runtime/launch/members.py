@@ -194,7 +194,7 @@ class Coordinator:
         # A larger run may be possible with the machines that have come.
         usable = {n: ranks for n, (_, _, ranks) in self.assignments.items()}
         for n, machine in self.machines.items():
-            # There for some seconds already: several may come together, and each stop takes time.
+            # Wait some seconds: several may come together, and each stop takes time.
             is_new = n not in usable and machine.state == FREE and machine.is_there(now)
             if is_new and now - machine.free_since > SETTLE_SECONDS:
                 usable[n] = machine.ranks
@@ -230,7 +230,7 @@ class Coordinator:
         failed = self.failures()
         restarts = self.decision["restarts"]
         for n, (_, _, ranks) in assignments.items():
-            # There, but with fewer devices than it had ranks.
+            # The machine is there, but with fewer devices than it had ranks.
             if n not in lost and free.get(n, 0) < ranks:
                 lost.append(n)
         reasons = self.explain(lost, free, choice[1] if choice else {})
@@ -394,7 +394,7 @@ class ElasticMeeting(agent.MachineMeeting):
             if decision["number"] > self.decision["number"] and not decision["stop"]:
                 if assignment and assignment[0] == self.record["id"]:
                     break
-                # Said once, however often it is not chosen.
+                # Say it once, however often this machine is not chosen.
                 if not was_spare:
                     was_spare = True
                     say(

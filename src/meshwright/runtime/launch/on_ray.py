@@ -184,7 +184,7 @@ def run_rank(job: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     size = context.get_world_size()
-    # The largest that these workers can be.
+    # Shapes begin with the largest; take the first that these workers suffice for.
     shape = next(shape for shape in job["shapes"] if shape.ranks <= size)
     if rank >= shape.ranks:
         return  # idle: so many ranks would not fit the command

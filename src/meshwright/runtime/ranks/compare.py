@@ -38,7 +38,7 @@ def require_equal(team: Team, own: dict[str, Any]) -> None:
         "the ranks were started differently; give all of them the same command, files and versions:"
     ]
 
-    # A line for each value that differs.
+    # Each value that differs gets a line.
     for name, values in holders.items():
         each = []
         for value, spans in values.items():

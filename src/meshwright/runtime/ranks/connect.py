@@ -507,7 +507,7 @@ def find_missing(store: Store, key: str, first: int, end: int) -> list[int]:
         return []
     if end - first == 1:
         return [first]
-    # Halves: few questions for few that are missing, however many ranks there are.
+    # Ask for each half: few that are missing take few questions, however many ranks there are.
     middle = (first + end) // 2
     return find_missing(store, key, first, middle) + find_missing(store, key, middle, end)
 
@@ -545,7 +545,7 @@ def _choose_interface(address: str, port: int) -> None:
         return
     import fcntl
 
-    # The interface whose own address the route to rank 0 begins at.
+    # Choose the interface where the route to rank 0 begins.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((socket.gethostbyname(address), port))  # sends nothing; it looks up the route
         own = s.getsockname()[0]

@@ -78,7 +78,7 @@ def is_lost_rank(error: BaseException) -> bool:
         return False
     import torch.distributed as dist
 
-    # By kind or by message, since torch has no kind of its own for gloo's.
+    # Some errors are known by kind, gloo's only by message: torch has no kind for them.
     text = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True

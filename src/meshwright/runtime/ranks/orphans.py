@@ -65,7 +65,7 @@ def die_with_launcher() -> None:
         return
     elif pids := launchers(os.environ):
         _watched = True
-        # torchrun forks its ranks from its main thread, so the kernel can do it.
+        # torchrun forks its ranks from its main thread, so that the kernel can end them with it.
         if TORCHRUN in os.environ and len(pids) == 1:
             _die_with_parent(pids[0])
         threading.Thread(target=_end_with, args=(pids,), name="launcher", daemon=True).start()
@@ -137,7 +137,7 @@ def _inspect(pid: int) -> tuple[str, int, dict[str, str]]:
 
     Those of another user's process, such as Slurm's daemon, cannot be read; they count as none.
     """
-    # pid (name) state parent ...: the name may hold brackets.
+    # The file has `pid (name) state parent ...`, and the name may hold brackets.
     name, _, rest = _read_proc(pid, "stat").partition(b" (")[2].rpartition(b") ")
     pairs = (pair.partition("=") for pair in os.fsdecode(_read_proc(pid, "environ")).split("\0"))
     fields = rest.split()

@@ -235,7 +235,7 @@ def tree_of(rank: int, size: int) -> list[range]:
     groups = []
     step = 1
     while step < size and rank % step == 0:
-        # A group of every `step`-th rank; its first rank is in one of the next level, too.
+        # The group has every `step`-th rank; its first rank is in one of the next level, too.
         first = rank - rank % (step * BRANCHES)
         groups.append(range(first, min(first + step * BRANCHES, size), step))
         step *= BRANCHES
@@ -262,7 +262,7 @@ def _first_error_or(
 def _send(group: ProcessGroup, number: int, value: Any) -> None:
     import torch
 
-    # Its length first: who receives must have a tensor of that size.
+    # The length goes first: whoever receives must have a tensor of that size.
     data = bytearray(json.dumps(value).encode())
     text = torch.frombuffer(data, dtype=torch.uint8)
     group.send([torch.tensor([text.numel()])], number, 0).wait()

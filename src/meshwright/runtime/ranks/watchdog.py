@@ -155,7 +155,7 @@ class Watchdog:
         self.stacks = -1
         self.obeys = False
         if WAKING_SIGNALS and hasattr(os, "memfd_create"):
-            # In memory, so that a neighbour can read it whatever has happened to the disk.
+            # This file is in memory: a neighbour can read it whatever has happened to the disk.
             self.stacks = os.memfd_create(f"stacks-{world.rank}")
             os.lseek(self.stacks, heartbeats.PHASE_BYTES, os.SEEK_SET)
             heartbeat.shown_in = self.stacks
@@ -485,7 +485,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if not is_neighbour(who):
                 return
-            # By the descriptor: the file has no name.
+            # Open it by its descriptor: the file has no name.
             with open(f"/proc/{pid}/fd/{who['stacks']}", errors="replace") as memory:
                 for number in WAKING_SIGNALS if who["obeys"] else WAKING_SIGNALS[:1]:
                     os.kill(pid, number)

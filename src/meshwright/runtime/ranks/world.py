@@ -86,7 +86,7 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
             local_rank = rank if one_node else 0
         if given_size is None:
             local_size = max(local_size, local_rank + 1)
-    # Who started it, for messages and for those that behave otherwise under one.
+    # Messages name what started the rank, and some code depends on it.
     by = "deepspeed" if "CROSS_RANK" in environ else VARIABLES
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is not None:

@@ -154,7 +154,7 @@ def rank_shape(name: str, shape: Shape, tensor_ranks: int) -> Shape:
 
 def add_from_bucket(p: Parameter, kind: str, begin: int, boxes: Boxes) -> None:
     """Add the parameter's elements, which start at `begin` in a bucket that was saved in parts."""
-    # A part may hold the end of one parameter and the begin of the next.
+    # A part may hold the end of one parameter and the beginning of the next.
     end = begin + prod(p.shape)
     for (at,), values in boxes:
         low = max(begin, at)

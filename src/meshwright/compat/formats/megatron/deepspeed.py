@@ -91,7 +91,7 @@ def open_deepspeed(
     if beside or (joined and not optimizer) or matching(folder, SHARE) or is_inside:
         tree = {"iteration": first.get("global_steps", 0), **first, "optimizer": beside}
         state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
-    # How many ranks wrote it, for messages; a universal checkpoint says so only in its arguments.
+    # Messages say how many ranks wrote it; a universal checkpoint has that only in its arguments.
     if joined:
         tp = int(args.get("tensor_model_parallel_size", 1))
         stages = int(args.get("pipeline_model_parallel_size", 1))
@@ -121,7 +121,7 @@ def matching(folder: Path, pattern: re.Pattern[str]) -> Files:
 
 
 def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
-    # So many files are numbered from 0 on, unless one is missing.
+    # The files are numbered from 0 on, without a gap unless one is missing.
     missing = sorted(set(range(len(numbers))) - set(numbers))
     if not numbers:
         missing = [0]

@@ -169,7 +169,7 @@ def shards(rank: RankFile) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
     folder = rank.path.parent
     paths = sorted(folder.parent.glob(f"{folder.name}_*/{SHARD}"))
-    # Numbered from 0 on, without a gap.
+    # The data ranks are numbered from 0 on, without a gap.
     for d, path in enumerate(paths):
         if path.parent.name != f"{folder.name}_{d:03d}":
             raise bad_data(f"{folder}_*/{SHARD}: data ranks are missing; {WITHOUT}")

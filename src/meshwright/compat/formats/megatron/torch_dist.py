@@ -235,7 +235,7 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
         raise ValueError(f"{shape} is not cut into shares of {tensor.shape}")
     boxes = []
     for (*which, begin), values in tensor.boxes:
-        # Where the share begins, and the boxes of the stretch within it.
+        # The share begins at `at`, and the stretch is one or more boxes within it.
         at = tuple(i * n for i, n in zip(which, share, strict=True))
         flat = values.reshape(-1)
         for offset, part in sharded.cut_flat(share, begin, flat):
