@@ -1185,7 +1185,12 @@ class Parallel:
         proof="baseline",
     )
     local_rank: int | None = flag(
-        None, "set by launchers; LOCAL_RANK takes precedence", "--local_rank", hidden=True, **START
+        None,
+        "set by launchers; LOCAL_RANK takes precedence",
+        "--local_rank",
+        hidden=True,
+        once=True,
+        **START,
     )
 
     def __post_init__(self) -> None:
