@@ -200,7 +200,8 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     state = {"w": torch.randn(3, 4), "half": torch.ones(5).bfloat16(), "step": 7}
-    with warnings.catch_warnings(action="ignore"):  # that it is a single process
+    with warnings.catch_warnings():  # that it is a single process
+        warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     read = pickles.load_pickle(tmp_path / ".metadata")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import parallelism as document
 import pytest
@@ -15,6 +16,9 @@ from meshwright.parallel import overlap
 pytestmark = pytest.mark.whole  # pictures
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="the last matplotlib for Python 3.10 writes other numbers"
+)
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
 def test_pictures_match_the_code(name):
     drawn = document.path(name).read_text(encoding="utf-8")

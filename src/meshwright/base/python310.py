@@ -42,8 +42,14 @@ else:
     import hashlib
     import os
 
-    import tomli as tomllib  # noqa: F401
-    from typing_extensions import Self, Unpack  # noqa: F401, UP035
+    Self = Unpack = Any  # in annotations, which nothing evaluates
+
+    class tomllib:  # noqa: N801
+        @staticmethod
+        def loads(text):
+            import tomli  # when it is needed, so that a missing package is named
+
+            return tomli.loads(text)
 
     NEW_GROUP = {"preexec_fn": os.setpgrp}
     SAFE_PATH = "-I"  # which also leaves PYTHONPATH and the user's own packages out

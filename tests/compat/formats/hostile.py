@@ -227,7 +227,8 @@ in_zip(
 
 
 def registered(marker: Path) -> bytes:
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         if ("os", "system") not in copyreg._extension_registry:  # type: ignore[attr-defined]
             copyreg.add_extension("os", "system", 0x71)
     return call(b"\x82\x71", touch(marker))
@@ -494,7 +495,8 @@ for title, says, change in (
 
 def twice(path: Path, marker: Path) -> None:
     """Write two pickles of one name; some readers check the first and run the second."""
-    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "w") as out:
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as out:
+        warnings.simplefilter("ignore")
         out.writestr("a/data.pkl", program(b"}"))
         out.writestr("a/data.pkl", program(system(marker)))
 
@@ -582,7 +584,8 @@ KEY = "decoder.final_layernorm.weight"
 def distributed(folder: Path, body: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.save(body, checkpoint_id=folder, no_dist=True)
 
 

@@ -44,7 +44,8 @@ class Work(NamedTuple):
 def in_child(work: Callable[[], Iterable[Any]], seconds: int = SECONDS) -> Work:
     reads, writes = os.pipe()
     began = time.monotonic()
-    with warnings.catch_warnings(action="ignore"):  # about threads, which pytest-xdist has
+    with warnings.catch_warnings():  # about threads, which pytest-xdist has
+        warnings.simplefilter("ignore")
         child = os.fork()
     if not child:
         status = 1

@@ -150,6 +150,7 @@ def write_report(folder: Path) -> None:
 
 DRAW = """
 import os, pathlib, sys
+sys.path.remove("")  # the files beside the run are no modules
 os.nice(19)
 from meshwright.training.state.folder import find_page
 find_page()(pathlib.Path(sys.argv[1]))
@@ -191,7 +192,7 @@ class LivePage:
         none = subprocess.DEVNULL
         try:
             return subprocess.Popen(
-                [sys.executable, "-P", "-c", DRAW, str(self.folder)],
+                [sys.executable, "-c", DRAW, str(self.folder)],
                 stdin=none,
                 stdout=none,
                 stderr=none,
