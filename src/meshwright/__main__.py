@@ -90,8 +90,6 @@ ADVICE |= dict.fromkeys(
 PACKAGES = set(
     "torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib jinja2".split()
 )
-if sys.version_info < (3, 11):
-    PACKAGES.add("tomli")
 
 
 def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = None) -> int:

@@ -42,13 +42,23 @@ else:
     import hashlib
     import os
 
+    from meshwright.base.errors import UNAVAILABLE
+
     Self = Unpack = Any  # in annotations, which nothing evaluates
 
     class tomllib:  # noqa: N801
         @staticmethod
         def loads(text):
-            import tomli  # when it is needed, so that a missing package is named
-
+            try:
+                import tomli
+            except (
+                ModuleNotFoundError
+            ):  # a clone runs without an install, but not without the packages
+                print(
+                    f"meshwright: error: {sys.executable} has no package tomli; pip install tomli",
+                    file=sys.stderr,
+                )
+                raise SystemExit(UNAVAILABLE) from None
             return tomli.loads(text)
 
     NEW_GROUP = {"preexec_fn": os.setpgrp}

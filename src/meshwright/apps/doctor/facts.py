@@ -198,8 +198,7 @@ def declared_packages() -> dict[str, str]:
     out: dict[str, str] = {}
     for line in requirements:
         name = re.match(r"[\w-]+", line)
-        # What later versions of Python have themselves.
-        if "python_version" in line and sys.version_info >= (3, 11):
+        if "python_version" in line:  # what later versions of Python have themselves
             continue
         extra = re.search(r"extra == ['\"](\w+)['\"]", line)
         if name and name[0] != "meshwright" and (extra is None or extra[1] not in NOT_OF_USERS):
