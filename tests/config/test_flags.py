@@ -659,6 +659,7 @@ def test_flags_of_the_other_programs_are_known(flag):
 # Flags for one start
 
 ONE_START = {
+    "local_rank": 1,
     "data_changed": "ok",
     "override_opt_param_scheduler": True,
     "save_overwrite": True,
@@ -676,7 +677,7 @@ def test_no_file_or_shell_gives_a_flag_for_one_start(tmp_path, monkeypatch):
     for name, value in ONE_START.items():
         path = tmp_path / f"{name}.toml"
         path.write_text(f"{name} = {json.dumps(value)}\n")
-        typed = fields.spelling(name) + (f"={value}" if isinstance(value, str) else "")
+        typed = fields.spelling(name) + ("" if value is True else f"={value}")
         why = "it is for one start, so neither a file nor a variable can set it; "
         why += "give it with the start itself, or leave it out there"
         for cls in (TrainConfig, GenerateConfig, ConvertConfig):
