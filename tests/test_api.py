@@ -21,6 +21,8 @@ import meshwright
 import meshwright.training.run
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.world import World
 from meshwright.training.log.screen import NotebookScreen
 
@@ -42,6 +44,21 @@ def m(run):
 
 
 @pytest.mark.whole
+def test_a_number_of_ranks_that_were_not_started_is_refused():
+    """In whichever way it is given; nothing trains on fewer ranks without a word."""
+    alone = [*FLAGS, "--micro-batch-size=1"]
+    config = flags.parse_settings(TrainConfig, [*alone, "--world-size=4"], "test").config
+    calls = [
+        lambda: meshwright.train(config),
+        lambda: meshwright.train([*alone, "--world-size=4"]),
+        lambda: meshwright.train(alone, world_size=4),
+        lambda: meshwright.train([*alone, "--world_size", "4"], datasets={"train": None}),
+    ]
+    for call in calls:
+        with pytest.raises(meshwright.UserError, match="4, but started as one process"):
+            call()
+
+
 def test_importing_is_cheap():
     code = (
         "import sys, meshwright; assert 'train' in dir(meshwright); meshwright.TrainConfig; meshwright.__version__\n"

@@ -79,7 +79,7 @@ def train(
     only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
     from meshwright.runtime.launch.launcher import launch_flags_of
-    from meshwright.runtime.ranks.world import find_world
+    from meshwright.runtime.ranks.world import find_world, number_of
     from meshwright.training.before.resolve import Caller
     from meshwright.training.run import run
 
@@ -89,9 +89,14 @@ def train(
         )
     if isinstance(config, str):
         config = shlex.split(config)
-    given = config if isinstance(config, TrainConfig) else [*config]
+    given: TrainConfig | list[str]
+    if isinstance(config, TrainConfig):
+        given, local_rank = config, config.parallel.local_rank
+    else:  # a script's own words, among which some launchers put this flag
+        given = [*config]
+        keyword = f"--local-rank={settings.get('local_rank')}"
+        local_rank = number_of([*given, keyword], "--local-rank")
     with console.quiet(quiet):
-        local_rank = given.parallel.local_rank if isinstance(given, TrainConfig) else None
         world = find_world(os.environ, local_rank)
         config, ignored, words, start = _complete(given, settings, world, datasets is not None)
         if launch_flags_of(config.parallel, world) is not None:

@@ -51,9 +51,7 @@ else:
         def loads(text):
             try:
                 import tomli
-            except (
-                ModuleNotFoundError
-            ):  # a clone runs without an install, but not without the packages
+            except ModuleNotFoundError:  # in a clone that is not installed
                 print(
                     f"meshwright: error: {sys.executable} has no package tomli; pip install tomli",
                     file=sys.stderr,
@@ -86,7 +84,10 @@ else:
         return out
 
     class timeout_at:  # noqa: N801
-        """Cancel the block at a time of the loop's clock, and raise TimeoutError after it."""
+        """Cancel the block at a time of the loop's clock, and raise TimeoutError after it.
+
+        The package async-timeout raises asyncio's error there, which is not the built-in one.
+        """
 
         def __init__(self, when):
             self.when, self.is_expired = when, False

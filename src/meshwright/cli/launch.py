@@ -24,7 +24,7 @@ from meshwright.runtime.launch.launcher import (
     make_plan,
 )
 from meshwright.runtime.ranks.lost import REPORT_SECONDS
-from meshwright.runtime.ranks.world import World, find_world, require_world_size
+from meshwright.runtime.ranks.world import World, find_world, number_of, require_world_size
 
 
 def main(argv: list[str]) -> int:
@@ -128,7 +128,7 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     Rank 0 alone prints help, settings and dry runs, and the first rank of each machine the errors
     in the flags, which are the same on all ranks.
     """
-    world = find_world(os.environ, number_of(argv, "local[-_]rank"))
+    world = find_world(os.environ, number_of(argv, "--local-rank"))
     # A question gets one answer, however many ranks were started.
     if world.rank and (
         help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)
@@ -138,19 +138,13 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
         # The launcher's number of ranks is a default, which a flag may only repeat.
         words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
         if world.size > 1:  # before the batch size is divided by it
-            require_world_size(world, number_of(argv, "world-size"))
+            require_world_size(world, number_of(argv, "--world-size"))
         return command_line(words, world)
     except UserError as error:
         # The machine's first rank reports this; a launcher stops it as soon as another one ends.
         if world.local_rank and not error.everywhere:
             time.sleep(REPORT_SECONDS)
         raise
-
-
-def number_of(argv: list[str], flag: str) -> int | None:
-    """Return the number that a flag of launchers has on a command line which is not parsed yet."""
-    said = re.search(rf"--{flag}[= ](\d{{1,9}})( |$)", " ".join(argv))
-    return int(said[1]) if said else None
 
 
 def relaunch(parallel: Parallel, world: World, argv: list[str]) -> int | None:

@@ -45,7 +45,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         return DONE
     if config.checkpoint.load and not dry:  # the settings are complete only now
         require(checks.problems(config), parsed.words)
-    # These imports bring torch, which takes seconds.
+    # The modules of a run are imported only now, so that mistakes in flags are reported at once.
     from meshwright.training import run
     from meshwright.training.before import preflight
     from meshwright.training.before.resolve import Caller, note_export, require_start_folder

@@ -27,6 +27,7 @@ from meshwright.runtime.ranks.world import (
     World,
     find_world,
     first_host,
+    number_of,
     require_world_size,
     tasks_per_node,
 )
@@ -95,6 +96,22 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
 )
 def test_every_launcher(environ: dict[str, str], expected: World) -> None:
     assert find_world(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("--lr 1 --local_rank=3 --seed 2", 3),
+        ("--local-rank 3", 3),
+        ("--local-rank 3 --local_rank 4", 4),
+        ("--local-rank=None", None),
+        ("--prompt --local-rank", None),
+        ("--my-local-rank=3", None),
+    ],
+)
+def test_a_launchers_number_is_read_before_the_flags(words: str, number: int | None) -> None:
+    assert number_of(words.split(), "--local-rank") == number
+    assert number_of(["--prompt", "see --local-rank 3 there"], "--local-rank") is None
 
 
 def test_local_rank_flag() -> None:

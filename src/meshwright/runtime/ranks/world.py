@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.base.errors import UserError
@@ -238,6 +238,20 @@ def _checked(world: World, rank: str, size: str) -> World:
             f"local rank {world.local_rank} does not fit {world.local_size} ranks on this node; count from 0"
         )
     return world
+
+
+def number_of(words: Sequence[str], flag: str) -> int | None:
+    """Return the number that a launcher's flag has on a command line that is not parsed yet.
+
+    As for other flags, `-` and `_` are the same, and the last one counts.
+    """
+    number = None
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, has_value, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            text = value if has_value else following
+            number = int(text) if re.fullmatch(r"\d{1,9}", text) else number
+    return number
 
 
 def require_world_size(world: World, wanted: int | None) -> None:

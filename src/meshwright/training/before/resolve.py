@@ -41,7 +41,7 @@ from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.model import counts
-from meshwright.runtime.ranks.world import World
+from meshwright.runtime.ranks.world import World, require_world_size
 from meshwright.training.before.packages import require_packages
 from meshwright.training.state.resume import (
     checkpoint_architecture,
@@ -240,6 +240,7 @@ def check_settings(config: TrainConfig, world: World, has_datasets: bool = False
 
     If the caller has data sets of its own, the settings' data are left out.
     """
+    require_world_size(world, config.parallel.world_size)
     config = with_settings(config, world_size=world.size)
     config = apply_deepspeed_file(config, prints=world.rank == 0)
     if has_datasets:
