@@ -18,6 +18,7 @@ from meshwright.checkpoint import averages, manifests, mirror, native, publish, 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.formats import all_formats
+from meshwright.checkpoint.machines import Machines, joined
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
@@ -56,6 +57,8 @@ PLAIN = OpenOptions()
 Accept = Callable[[Source], Source]
 Report = Callable[[str], None]
 Search = tuple[StepLocation | None, list[str]]  # and the notes to print
+# Uses a step, which may be on the disks of several machines.
+Use = Callable[[StepLocation, Machines | None], T]
 
 
 # Find
@@ -63,7 +66,7 @@ Search = tuple[StepLocation | None, list[str]]  # and the notes to print
 
 def first_intact(
     path: Path,
-    use: Callable[[StepLocation], T],
+    use: Use[T],
     team: Team = ALONE,
     report: Report = say,
     sizes: bool = True,
@@ -73,7 +76,24 @@ def first_intact(
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
     team.run_on_all(lambda: mirror.fetch(path))
-    location, notes = search_on_rank_0(path, lambda: steps.find_step(path, sizes=sizes), team)
+    with joined(path, team) as machines:
+        return first_of(path, use, team, report, sizes, machines)
+
+
+def first_of(
+    path: Path,
+    use: Use[T],
+    team: Team,
+    report: Report,
+    sizes: bool,
+    machines: Machines | None,
+) -> tuple[T | None, list[PassedStep]]:
+    def find(below: int | None = None) -> Search:
+        if machines is not None:
+            return machines.find_step(path, below)
+        return steps.find_step(path, below, sizes or below is not None)
+
+    location, notes = search_on_rank_0(path, find, team)
     # Damage shows only when a step is read, so steps are tried until one is intact on all ranks.
     reported: list[PassedStep] = []
     while True:
@@ -83,16 +103,21 @@ def first_intact(
         if location is None:
             return None, reported
         try:
-            return use(location), reported
+            return use(location, machines), reported
         except DamagedCheckpoint as damage:
             note = f"WARNING: skipping {location.folder.name}, it is damaged: {damage}"
             reported.append(PassedStep(note, location.step, str(damage)))
-            older = functools.partial(find_older, path, location, damage, note, report)
+            older = functools.partial(find_older, path, location, damage, note, report, find)
             location, notes = search_on_rank_0(path, older, team)
 
 
 def find_older(
-    path: Path, location: StepLocation, damage: DamagedCheckpoint, note: str, report: Report
+    path: Path,
+    location: StepLocation,
+    damage: DamagedCheckpoint,
+    note: str,
+    report: Report,
+    find: Callable[[int], Search],
 ) -> Search:
     """Find the step before a damaged one; raise the damage if no other may be taken."""
     # Whoever names a step, or another program's folder, wants no other.
@@ -100,7 +125,7 @@ def find_older(
         raise damage
     report(note)
     try:
-        return steps.find_step(path, below=location.step)
+        return find(location.step)
     except DamagedCheckpoint as no_older:
         raise DamagedCheckpoint(f"{damage}; {no_older}", everywhere=True) from damage
 
@@ -138,7 +163,7 @@ def open_checkpoint(
     sizes = options.verify != "none"
     return first_intact(
         Path(path),
-        lambda location: open_step(location, options, opened=opened),
+        lambda location, machines: open_step(location, options, opened=opened),
         report=report,
         sizes=sizes,
     )[0]
@@ -157,23 +182,26 @@ def open_step(
     options: OpenOptions = PLAIN,
     team: Team = ALONE,
     opened: Source | None = None,
+    machines: Machines | None = None,
 ) -> Source:
     """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
     source = (
-        open_own(location, options, team)
+        open_own(location, options, team, machines)
         if location.kind == NATIVE
         else open_foreign(location, options, team, opened)
     )
     if options.weights == "ema":
         return averages.moving_average_of(source)
     if options.average_last > 1:
-        reopen = functools.partial(open_own, options=options, team=team)
+        reopen = functools.partial(open_own, options=options, team=team, machines=machines)
         return averages.mean_of(source, location, options.average_last, reopen, team)
     return source
 
 
-def open_own(location: StepLocation, options: OpenOptions, team: Team) -> native.NativeSource:
-    source = native.open_native(location.folder, location.step, options.verify, team)
+def open_own(
+    location: StepLocation, options: OpenOptions, team: Team, machines: Machines | None
+) -> native.NativeSource:
+    source = native.open_native(location.folder, location.step, options.verify, team, machines)
     source.root = location.root
     return source
 
@@ -236,12 +264,13 @@ def load_checkpoint(
     a checkpoint that this process has opened before: another program's is not opened again.
     """
 
-    def open_at(location: StepLocation) -> Source:
-        return open_together(location, options, team, opened)
+    def use(location: StepLocation, machines: Machines | None) -> LoadedStep:
+        def open_at(location: StepLocation) -> Source:
+            return open_together(location, options, team, opened, machines)
 
-    loaded, passed_over = first_intact(
-        Path(path), lambda at: load_step(at, want, options.optimizer, accept, team, open_at), team
-    )
+        return load_step(location, want, options.optimizer, accept, team, open_at)
+
+    loaded, passed_over = first_intact(Path(path), use, team)
     return loaded._replace(passed_over=tuple(passed_over)) if loaded else None
 
 
@@ -291,13 +320,19 @@ def load_step(
 
 
 def open_together(
-    location: StepLocation, options: OpenOptions, team: Team, opened: Source | None = None
+    location: StepLocation,
+    options: OpenOptions,
+    team: Team,
+    opened: Source | None = None,
+    machines: Machines | None = None,
 ) -> Source:
-    """Open a step on all ranks, which must see the same files.
+    """Open a step on all ranks, which must see the same files, or have them on their `machines`.
 
     Rank 0 alone reads the manifest and the index of ours; another program's files are read by all,
     once each: `opened` is what this rank has opened before.
     """
+    if machines is not None and location.kind == NATIVE:
+        return open_step(location, options, team, machines=machines)
     team.run_on_all(
         lambda: None if team.is_rank_0 else publish.wait_until_visible(location.folder, team)
     )

@@ -18,12 +18,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base import files
 from meshwright.base.errors import BAD_DATA, IO, UserError
 from meshwright.base.storage import store
+from meshwright.checkpoint import disks
 from meshwright.runtime.ranks.team import Team
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.machines import Machines
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end
@@ -58,6 +62,11 @@ def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
 class File(NamedTuple):
     size: int
     sha256: str  # the hex digests of its chunks, one after the other
+    place: str = ""  # where it was written, if machines keep their files on disks of their own
+
+    def as_json(self) -> dict[str, Any]:
+        fields = self._asdict()
+        return fields if self.place else {"size": self.size, "sha256": self.sha256}
 
     @property
     def chunks(self) -> int:
@@ -93,7 +102,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body: dict[str, Any] = {
         "format": FORMAT,
         "chunk": CHUNK,
-        "files": {name: file._asdict() for name, file in manifest.items()},
+        "files": {name: file.as_json() for name, file in manifest.items()},
     }
     spelling = json.dumps(body, sort_keys=True).encode()
     body["sha256"] = sha256([spelling])
@@ -108,7 +117,11 @@ def find_manifest(folder: Path) -> Path:
 
 def read_manifest(folder: Path) -> Manifest:
     path = find_manifest(folder)
-    raw = read_small(path, MANIFEST_LIMIT)
+    return parse_manifest(read_small(path, MANIFEST_LIMIT), path)
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """Return the files that a manifest lists, after checking that it is as it was written."""
     body = parse_json(raw, path)
     if not isinstance(body, dict):
         raise DamagedCheckpoint(f"{path}: not a manifest")
@@ -121,10 +134,14 @@ def read_manifest(folder: Path) -> Manifest:
     # Each file has as many digests as chunks, the last of which may be short.
     try:
         manifest = {
-            name: File(file["size"], file["sha256"]) for name, file in body["files"].items()
+            name: File(file["size"], file["sha256"], file.get("place", ""))
+            for name, file in body["files"].items()
         }
         valid = all(
-            isinstance(n, int) and len(sha) == 64 * (-(-n // CHUNK)) for n, sha in manifest.values()
+            isinstance(size, int)
+            and len(sha) == 64 * (-(-size // CHUNK))
+            and isinstance(place, str)
+            for size, sha, place in manifest.values()
         )
     except (KeyError, TypeError, AttributeError):
         valid = False
@@ -152,29 +169,56 @@ def read_seal(folder: Path) -> str:
         raise unreadable(path, error) from error
 
 
+def size_of_sealed(seal: str) -> int:
+    """Return the size of the manifest with this seal."""
+    size = int(seal.partition(" ")[0])
+    if size > MANIFEST_LIMIT:
+        raise DamagedCheckpoint(
+            f"a manifest of {size:,} bytes, above the limit of {MANIFEST_LIMIT:,}"
+        )
+    return size
+
+
 def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     """Check the manifest and all sizes, and with `full` every byte; return the manifest.
 
-    Raise DamagedCheckpoint, which names file and offset.
+    Files on other machines' disks are passed over. Raise DamagedCheckpoint, which names file and
+    offset.
     """
     folder = Path(folder)
     store.forget_sizes(folder)
     manifest = read_manifest(folder)
-    for name, file in manifest.items():
+    here = files_here(folder, manifest)
+    for name, file in here.items():
         check_size(folder / name, file)
     if full:
-        hash_chunks(folder, *divide_chunks(manifest, 1))
+        hash_chunks(folder, *divide_chunks(here, 1))
     return manifest
+
+
+def files_here(folder: Path, manifest: Manifest) -> Manifest:
+    """Return the files of a step that should be on this machine."""
+    return {
+        name: file
+        for name, file in manifest.items()
+        if not disks.is_elsewhere(folder / name, file.place)
+    }
 
 
 # Of each file: its name and size, a first chunk, and the digests from there on.
 Share = list[tuple[str, int, int, str]]
 
 
-def verify_together(folder: Path, team: Team) -> None:
-    """Check every byte of a step; rank 0 reads the manifest, and each rank hashes its share."""
-    share = team.deal(lambda: divide_chunks(verify_step(folder), team.size))
-    team.run_on_all(lambda: hash_chunks(folder, share))
+def verify_together(folder: Path, team: Team, machines: Machines | None = None) -> None:
+    """Check every byte of a step; rank 0 reads the manifest, and each rank hashes its share.
+
+    Of a step on the disks of several machines, the first rank of each hashes what it has.
+    """
+    if machines is not None:
+        shares = team.deal(lambda: machines.divide(folder, read_manifest(folder)))
+    else:
+        shares = team.deal(lambda: divide_chunks(verify_step(folder), team.size))
+    team.run_on_all(lambda: hash_chunks(folder, shares))
 
 
 def divide_chunks(manifest: Manifest, ranks: int) -> list[Share]:
@@ -236,7 +280,8 @@ class VerifiedReader:
     """Read byte ranges of one file, hashing each chunk before any of it is returned.
 
     `ahead` lists the chunks that will be needed. `last` keeps the last one for the next reader. A
-    file that is not here but in its storage is read from there, in chunks.
+    file that is not here, but in its storage or on the disk of one of the other `machines`, is read
+    from there, in chunks.
     """
 
     def __init__(
@@ -245,6 +290,7 @@ class VerifiedReader:
         file: File | FilePart,
         ahead: Iterable[int] = (),
         last: Chunks | None = None,
+        machines: Machines | None = None,
     ) -> None:
         self.path = path
         self.file = file
@@ -252,15 +298,24 @@ class VerifiedReader:
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
         self.ready: dict[int, Future[bytearray]] = {}
         self.spare: list[bytearray] = []  # new memory costs more than reading into it
-        check_size(path, file)
+        self.machines = machines
+        self.is_on_other = machines is not None and machines.is_on_other(path)
         self.fd: int | None = None
+        if not self.is_on_other:
+            self._open()
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def _open(self) -> None:
+        """Open the file here, unless it is in storage."""
+        if isinstance(self.file, File) and disks.is_elsewhere(self.path, self.file.place):
+            raise disks.not_here(self.path, self.file.place)
+        check_size(self.path, self.file)
         try:
             # Between the look at it and this, someone may have put a link there.
-            self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno != errno.ENOENT or store.size_of(path) is None:
-                raise unreadable(path, error) from error
-        self.pool = ThreadPoolExecutor(THREADS)
+            if error.errno != errno.ENOENT or store.size_of(self.path) is None:
+                raise unreadable(self.path, error) from error
 
     def __enter__(self) -> VerifiedReader:
         return self
@@ -325,6 +380,9 @@ class VerifiedReader:
 
     def _fill(self, data: bytearray, begin: int) -> None:
         """Read into `data` what the file has from byte `begin` on."""
+        if self.machines is not None and self.is_on_other:
+            self.machines.read(self.path, begin, data)
+            return
         if self.fd is None:
             objects, key = store.locate(self.path)
             data[:] = objects.read(key, begin, len(data), tag=None)
@@ -343,7 +401,11 @@ class VerifiedReader:
 
 
 def read_json(
-    folder: Path, manifest: Mapping[str, File | FilePart], name: str, limit: int = JSON_LIMIT
+    folder: Path,
+    manifest: Mapping[str, File | FilePart],
+    name: str,
+    limit: int = JSON_LIMIT,
+    machines: Machines | None = None,
 ) -> Any:
     """Read a JSON file of a step, verified."""
     path = folder / name
@@ -355,7 +417,7 @@ def read_json(
             f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}"
         )
     size = manifest[name].size
-    with VerifiedReader(path, manifest[name]) as reader:
+    with VerifiedReader(path, manifest[name], machines=machines) as reader:
         raw = bytes(reader.read(0, size)) if size else b""
         return parse_json(raw, path)
 

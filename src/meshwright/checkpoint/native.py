@@ -51,6 +51,8 @@ from meshwright.runtime.ranks.team import ALONE, Team
 if TYPE_CHECKING:
     import torch
 
+    from meshwright.checkpoint.machines import Machines
+
 # Types under safetensors' names: torch's name, and the bytes of an element.
 _DTYPES = {
     "F64": ("float64", 8),
@@ -123,6 +125,8 @@ def save_step(
     Rank 0 must hold `owner.lock_folder(root)`.
     """
     files, size = step_files(named, state, config or {}, team=team)
+    if publish.are_on_own_disks(root, users):
+        files |= small_files(files, team, users)
     publish.write_step(root, step, files, bytes_needed=size, team=team, run=run, users=users)
 
 
@@ -177,6 +181,23 @@ def step_files(
     if extents:
         files[rank_file(team.rank)] = tensors
     return files, size + len(head) + sum(map(len, texts.values()))
+
+
+def small_files(
+    files: Mapping[str, Produce], team: Team, users: publish.Users
+) -> dict[str, Produce]:
+    """Return rank 0's small files on the first rank of each machine: each describes the step."""
+
+    def read() -> list[dict[str, str]]:
+        texts = {}
+        for name in (STATE, CONFIG, INDEX):
+            parts: list[bytes] = []
+            files[name](parts.append)  # type: ignore[arg-type]
+            texts[name] = b"".join(parts).decode()
+        return [texts if first == rank else {} for rank, first in enumerate(users)]
+
+    texts = team.deal(read)
+    return {name: lambda write, text=text: write(text.encode()) for name, text in texts.items()}  # type: ignore[misc]
 
 
 def save_messages(root: str | Path, step: int) -> tuple[str, str]:
@@ -420,10 +441,11 @@ class NativeSource(Source):
 
     manifest: Mapping[str, File | FilePart] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
+    machines: Machines | None = None  # if its files are on the disks of several
 
     @functools.cached_property
     def index(self) -> tuple[dict[str, TensorInfo], StoredBoxes]:
-        return read_index(self.folder, self.manifest)
+        return read_index(self.folder, self.manifest, self.machines)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -436,7 +458,10 @@ class NativeSource(Source):
     def fill(self, want: TensorBoxes) -> None:
         from meshwright.kernels import moments
 
-        for theirs, ours in read_pieces(self.folder, self.manifest, self.index[1], want, self.last):
+        pieces = read_pieces(
+            self.folder, self.manifest, self.index[1], want, self.last, self.machines
+        )
+        for theirs, ours in pieces:
             moments.assign(ours, theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
@@ -446,10 +471,17 @@ class NativeSource(Source):
         """Keep what this rank needs to read the boxes it wants; rank 0 knows what all want."""
         if team.size == 1:
             return
-        boxes, files = team.deal(lambda: deal_boxes(self.index[1], self.manifest, wanted.boxes))
+        boxes, files = team.deal(
+            lambda: deal_boxes(
+                self.index[1], self.manifest, wanted.boxes, self.folder, self.machines
+            )
+        )
         self.manifest = {
-            name: FilePart(size, dict(digests)) for name, (size, digests) in files.items()
+            name: FilePart(size, dict(digests)) for name, (size, digests, _) in files.items()
         }
+        if self.machines is not None:
+            holders = {name: ranks for name, (_, _, ranks) in files.items()}
+            self.machines.add_holders(self.folder, holders)
         kinds = {name: (len(info.shape), NAMES[info.dtype]) for name, info in self.tensors.items()}
         self.index = (
             self.index[0],
@@ -457,18 +489,24 @@ class NativeSource(Source):
         )
 
 
-def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> NativeSource:
+def open_native(
+    folder: Path,
+    step: int,
+    verify: str = "read",
+    team: Team = ALONE,
+    machines: Machines | None = None,
+) -> NativeSource:
     """Open a step: rank 0 reads it, and the others learn its settings, state and tensors.
 
     With verify="full" every byte is hashed now, each rank a share; with "none" neither the files
-    are looked at nor the index, until it is needed.
+    are looked at nor the index, until it is needed. `machines` have its files, if it is divided.
     """
     opened: list[NativeSource] = []
 
     def act() -> list[Any]:
-        manifest = (
-            manifests.read_manifest(folder) if verify == "none" else manifests.verify_step(folder)
-        )
+        # The machines have compared the sizes of their files with the manifest.
+        looks = verify != "none" and machines is None
+        manifest = (manifests.verify_step if looks else manifests.read_manifest)(folder)
         # It was saved with --ckpt-format, by an installation with more formats.
         if INDEX not in manifest:
             raise UserError(
@@ -476,7 +514,10 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
             )
 
         # What it says is checked before anything is made of it.
-        state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
+        state, config = (
+            manifests.read_json(folder, manifest, name, machines=machines)
+            for name in (STATE, CONFIG)
+        )
         for name, value in ((STATE, state), (CONFIG, config)):
             if not isinstance(value, dict):
                 raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
@@ -486,16 +527,26 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
         if "data_fingerprint" in config and "mup_base_hidden_size" not in config:
             raise too_old(folder)
         opened.append(
-            NativeSource(NATIVE, folder, step, config=config, state=state, manifest=manifest)
+            NativeSource(
+                NATIVE,
+                folder,
+                step,
+                config=config,
+                state=state,
+                manifest=manifest,
+                machines=machines,
+            )
         )
         return [config, state, list(opened[0].tensors.items()) if verify != "none" else []]
 
     config, state, infos = team.run_on_rank_0(act)
-    source = opened[0] if opened else NativeSource(NATIVE, folder, step, config=config, state=state)
-    if not opened:
+    if opened:
+        source = opened[0]
+    else:
+        source = NativeSource(NATIVE, folder, step, config=config, state=state, machines=machines)
         source.index = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in infos}, {}
     if verify == "full":
-        manifests.verify_together(folder, team)
+        manifests.verify_together(folder, team, machines)
     source.vocab = source.state.get("true_vocab_size")
     # Neither another program nor a release without it records an option.
     source.config = ABSENT | source.config
@@ -505,9 +556,15 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
 
 
 def deal_boxes(
-    stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wanted: Sequence[Rows]
+    stored: StoredBoxes,
+    manifest: Mapping[str, File | FilePart],
+    wanted: Sequence[Rows],
+    folder: Path,
+    machines: Machines | None = None,
 ) -> list[Any]:
     """Return for each rank the stored boxes that meet the ones it wants, and their files' digests.
+
+    If the files are on several machines, it also returns the ranks that serve each.
 
     Tensor by tensor, the boxes that all ranks want are compared with all that are stored at once.
     """
@@ -538,7 +595,9 @@ def deal_boxes(
             chunks[rank].setdefault(file, set()).update(touched)
 
     def part_of(name: str, numbers: set[int]) -> list[Any]:
-        return [manifest[name].size, [(n, manifest[name].digest(n)) for n in sorted(numbers)]]
+        digests = [(n, manifest[name].digest(n)) for n in sorted(numbers)]
+        holders = machines.holders_of(folder, name) if machines is not None else []
+        return [manifest[name].size, digests, holders]
 
     return [
         [
@@ -624,6 +683,7 @@ def read_pieces(
     stored: StoredBoxes,
     want: TensorBoxes,
     last: manifests.Chunks,
+    machines: Machines | None = None,
 ) -> Iterator[Pair]:
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}
@@ -633,11 +693,15 @@ def read_pieces(
             by_file.setdefault(copy.stored.file, []).append(copy)
     # Each file is opened once, and all ranks go through the files in one order.
     for file, copies in sorted(by_file.items()):
-        yield from read_file(folder / file, manifest[file], copies, last)
+        yield from read_file(folder / file, manifest[file], copies, last, machines)
 
 
 def read_file(
-    path: Path, file: File | FilePart, copies: list[BoxCopy], last: manifests.Chunks
+    path: Path,
+    file: File | FilePart,
+    copies: list[BoxCopy],
+    last: manifests.Chunks,
+    machines: Machines | None = None,
 ) -> Iterator[Pair]:
     """Yield the pieces of one file from its beginning to its end."""
     import torch
@@ -648,7 +712,7 @@ def read_file(
     for copy in copies:
         begin, end = copy.byte_range
         chunks.update(range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1))
-    with manifests.VerifiedReader(path, file, sorted(chunks), last) as reader:
+    with manifests.VerifiedReader(path, file, sorted(chunks), last, machines) as reader:
         for copy in copies:
             dtype = getattr(torch, TORCH[copy.stored.dtype])
             for low, high in pieces(copy):
@@ -715,11 +779,11 @@ def plan_copies(
 
 
 def read_index(
-    folder: Path, manifest: Mapping[str, File | FilePart]
+    folder: Path, manifest: Mapping[str, File | FilePart], machines: Machines | None = None
 ) -> tuple[dict[str, TensorInfo], StoredBoxes]:
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
-    index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
+    index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT, machines)
     infos: dict[str, TensorInfo] = {}
     boxes: dict[str, StoredTensor] = {}
     try:

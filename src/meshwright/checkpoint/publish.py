@@ -20,14 +20,15 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.base.console import remark
 from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
 from meshwright.base.files import naming_file, own_file, replacing, require_unlinked, sync
-from meshwright.checkpoint import manifests
+from meshwright.base.storage.addresses import address_of
+from meshwright.checkpoint import disks, machines, manifests
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
 from meshwright.config.problem import SettingsError
 from meshwright.runtime.ranks.heartbeat import heartbeat
@@ -62,9 +63,12 @@ def write_step(
     Rank 0 must hold the lock of `root`. An existing step is never overwritten unless it is damaged:
     then it is moved aside. `run` is the folder with the run's other steps, where it is not `root`.
     If machines do not share `root`, as `users` says, each keeps its ranks' files and the manifest.
+    Nothing gets its name before all machines have written all, and no tracker before all names.
     """
     root = Path(root)
     is_first = is_first_user(users, team)
+    # Where a file is, for those who look for it on another machine; object storage has all of them.
+    place = disks.place_of(run or root) if are_on_own_disks(run or root, users) else ""
     folder = root / f"iter_{step:07d}.tmp"
     explained = explain_failures(run or root, step, bytes_needed)
     crash_point("begin")
@@ -78,12 +82,13 @@ def write_step(
             wait_until_visible(folder, team)
         for name in files:
             (folder / name).parent.mkdir(exist_ok=True)  # Megatron's mp_rank_00/
-        return {name: write_file(folder / name, produce) for name, produce in files.items()}
+        written = {name: write_file(folder / name, produce) for name, produce in files.items()}
+        return {name: file._replace(place=place) for name, file in written.items()}
 
-    def finish() -> None:
+    def complete() -> None:
         for name in names_here:
             wait_until_visible(folder / name, team)
-        commit(root, step, manifest)
+        add_manifest(root, step, manifest)
 
     def nothing() -> None:
         """Take part in what the first rank of each folder does."""
@@ -96,24 +101,31 @@ def write_step(
         parts = team.collect(explained(write))
         if users:  # each machine keeps the manifest
             parts = team.run_on_rank_0(lambda: parts)
-        manifest = {name: manifests.File(*file) for part in parts for name, file in part.items()}
+        # Each machine has the small files; those of rank 0's count.
+        manifest = {
+            name: manifests.File(*file) for part in parts[::-1] for name, file in part.items()
+        }
         names_here = [
             name
             for rank, part in enumerate(parts)
             if not users or users[rank] == users[team.rank]
             for name in part
         ]
-        team.run_on_all(explained(finish) if is_first else nothing)
+        for act in (
+            complete,
+            lambda: give_name(root, step),
+            lambda: write_tracker(root, step),
+        ):
+            team.run_on_all(explained(act) if is_first else nothing)
     except UserError:
         if is_first:  # no rank writes any more
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
-    """Publish the files in `iter_….tmp`."""
+def add_manifest(root: Path, step: int, manifest: manifests.Manifest) -> None:
+    """Complete `iter_….tmp` by its manifest, and bring all of it to the disk."""
     folder = root / f"iter_{step:07d}.tmp"
-    target = step_folder(root, step)
     raw = manifests.encode_manifest(manifest)
     if len(raw) > (limit := manifests.MANIFEST_LIMIT):
         raise UserError(
@@ -124,8 +136,15 @@ def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
     # All that the folder names is on the disk before the folder gets its name.
     write_durably(folder / name, raw, "manifest_unsynced")
     for inner in {folder, *((folder / name).parent for name in manifest)}:
-        sync(inner)
+        if inner.exists():  # Megatron's mp_rank_00/ may be on another machine
+            sync(inner)
     crash_point("before_rename")
+
+
+def give_name(root: Path, step: int) -> None:
+    """Publish `iter_….tmp`, which is complete."""
+    folder = root / f"iter_{step:07d}.tmp"
+    target = step_folder(root, step)
     if target.exists():  # it is damaged: refuse_overwriting() has let it pass
         aside = root / f"{target.name}.damaged"
         shutil.rmtree(aside, ignore_errors=True)
@@ -134,19 +153,21 @@ def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
     folder.rename(target)
     crash_point("after_rename")
     sync(root)
-    write_tracker(root, step)
 
 
 def refuse_overwriting(root: Path, step: int, team: Team) -> None:
     """Refuse to overwrite an existing step unless it is damaged; all ranks verify a share of it."""
     target = step_folder(root, step)
-    foreign = team.run_on_rank_0(lambda: is_foreign(target) if target.exists() else None)
-    if foreign is None:
+    if not team.merge(target.exists(), any):
         return
+    foreign = team.merge(target.exists() and is_foreign(target), any)
     # A damaged step may be written again; one that verifies is somebody's work.
     if not foreign:
         try:
-            manifests.verify_together(target, team)
+            with machines.joined(root, team) as others:
+                if others is not None:
+                    team.run_on_rank_0(lambda: others.require_complete(step))
+                manifests.verify_together(target, team, others)
         except manifests.DamagedCheckpoint as damage:
             remark(
                 f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged"
@@ -161,7 +182,10 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
 
 
 def find_users(root: Path, team: Team) -> Users:
-    """Find out which ranks share the folder: some may be on machines with a folder of their own."""
+    """Find out which ranks share the folder; return () if all do.
+
+    Others are on machines with a folder of their own, whose disks get names.
+    """
     mark = root / team.run_on_rank_0(lambda: f".user-{uuid.uuid4().hex}")
 
     def claim() -> int:
@@ -176,7 +200,38 @@ def find_users(root: Path, team: Team) -> Users:
     users = tuple(map(claimed.index, claimed))
     if is_first_user(users, team):
         mark.unlink()
+    return named_users(root, users, team)
+
+
+def users_by_machine(root: Path, team: Team) -> Users:
+    """Return which ranks share a folder if each machine has one of its own."""
+    hosts = team.gather(socket.gethostname())
+    return named_users(root, tuple(map(hosts.index, hosts)), team)
+
+
+def named_users(root: Path, users: Users, team: Team) -> Users:
+    """Name the disks of these users; return () if all are one."""
+    if not any(users):
+        return ()
+    name_disks(root, users, team)
     return users
+
+
+def name_disks(root: Path, users: Users, team: Team) -> None:
+    """Give the disks names, so that a later start knows them; a folder in storage needs none."""
+    if not are_on_own_disks(root, users):
+        return
+
+    def name() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        disks.name_disk(root)
+
+    team.run_on_all(explain_failures(root, 0)(name) if is_first_user(users, team) else lambda: None)
+
+
+def are_on_own_disks(root: str | Path, users: Users) -> bool:
+    """Return whether machines keep their parts of a step; object storage gets all of them."""
+    return bool(users) and not address_of(root)
 
 
 def is_first_user(users: Users, team: Team) -> bool:
@@ -271,36 +326,56 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
     crash_point("after_tracker")
 
 
-def prune_steps(
-    root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None
-) -> list[int]:
-    """Remove steps before `newest`, which was just saved, and return their numbers.
-
-    The caller holds the lock. The newest `keep_last` complete steps stay, as do multiples of
-    `keep_every` and the best. Damaged or unreadable steps are neither counted nor removed. Neither
-    are steps above `newest`: the run fell back from them, perhaps because full verification found
-    damage. A step is renamed before its files are removed, so a kill never leaves a partial step
-    that looks complete.
-    """
-    root = Path(root)
-    complete = []
-    for step in (n for n in list_steps(root) if n <= newest):
-        with contextlib.suppress(UserError):
-            if step != newest:  # of which other machines may still be sending their files
+def damaged_steps(root: str | Path, newest: int) -> list[int]:
+    """Return the steps before `newest` of which this machine's files are damaged or unreadable."""
+    damaged = []
+    for step in list_steps(root):
+        if step < newest:  # of the newest, other machines may still be sending their files
+            try:
                 manifests.verify_step(step_folder(root, step))
-            complete.append(step)
-    removed = [
+            except UserError:
+                damaged.append(step)
+    return damaged
+
+
+def steps_to_remove(
+    root: str | Path,
+    newest: int,
+    keep_last: int,
+    keep_every: int | None,
+    best: int | None,
+    damaged: Collection[int],
+) -> list[int]:
+    """Return the steps to remove before `newest`, which was just saved.
+
+    The newest `keep_last` complete steps stay, as do multiples of `keep_every` and the best.
+    Damaged steps are neither counted nor removed. Neither are steps above `newest`: the run fell
+    back from them, perhaps because full verification found damage.
+    """
+    complete = [n for n in list_steps(root) if n <= newest and n not in damaged]
+    return [
         n
         for n in complete[keep_last:]
         if n != best and not (keep_every and n and n % keep_every == 0)
     ]
+
+
+def remove_steps(root: str | Path, removed: list[int]) -> None:
+    """Remove steps from a folder, whose lock the caller holds.
+
+    A step is renamed before its files are removed, so a kill never leaves a partial step that looks
+    complete.
+    """
+    root = Path(root)
     for step in removed:
+        folder = step_folder(root, step)
+        if not folder.exists():  # a machine may have no part of it
+            continue
         unnamed = root / f"iter_{step:07d}.tmp"
-        step_folder(root, step).rename(unnamed)
+        folder.rename(unnamed)
         crash_point("retention")
         sync(root)
         shutil.rmtree(unnamed)
-    return removed
 
 
 def clear_unfinished(root: Path) -> None:

@@ -1248,6 +1248,13 @@ class Checkpoint:
         needs="--save",
         docs="tutorial",
     )
+    save_on_each_node: Literal["auto", "yes", "no"] = flag(
+        "auto",
+        "each node keeps its part on a disk of its own: found out at the start (auto), yes, or no: --save must be shared",
+        needs="--save",
+        docs="checkpoints",
+        resume="free",
+    )
     save_overwrite: bool = flag(
         False,
         "start a new run, moving the one in --save and --run-dir aside",

@@ -16,7 +16,7 @@ from meshwright.base import device as devices
 from meshwright.base.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.base.errors import UNAVAILABLE, UnfitFile, bad_data
 from meshwright.base.files import require_unlinked
-from meshwright.checkpoint import owner
+from meshwright.checkpoint import owner, publish
 from meshwright.config import command as commands
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
@@ -29,11 +29,17 @@ from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog, watched
 from meshwright.runtime.ranks.world import ATTEMPT, World, require_world_size
 from meshwright.training.before.preflight import require_equal_ranks
-from meshwright.training.before.resolve import Caller, TrainingRun, resolve
+from meshwright.training.before.resolve import (
+    Caller,
+    TrainingRun,
+    complete_from_others,
+    resolve,
+)
 from meshwright.training.log.timers import Startup
 from meshwright.training.sizes import smaller_sizes
+from meshwright.training.state import folder as run_folder
 from meshwright.training.state.folder import goodput_of, write_report
-from meshwright.training.state.resume import note_kept_model, note_texts
+from meshwright.training.state.resume import guard_existing, note_kept_model, note_texts
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +86,7 @@ def run_resolved(resolved: TrainingRun, startup: Startup) -> int:
             team = join_ranks(
                 world, backend, minutes, device, p.start_timeout_seconds, is_watched=True
             )
+        resolved = complete_from_others(resolved, team)
         with watched(
             world, team, minutes, str(resolved.folder) if resolved.folder else None
         ) as watchdog:
@@ -130,6 +137,9 @@ def run_on_rank(
             logged_to(folder / "log.txt" if folder and team.is_rank_0 else None)
         )
         team.run_on_rank_0(lambda: lock_folders(config, block))
+        users = run_folder.find_users(config, team)
+        team.run_on_all(lambda: lock_own_disk(config, team, users, block))
+        run_folder.bring_records(config, team)
 
         if config.training.verify_layout:  # before the run's own parts take the memory
             find_rehearsal()(resolved, layout, device, team)
@@ -144,7 +154,7 @@ def run_on_rank(
             spec = Spec(
                 config, layout, device, *sizes, caller.model, caller.loss, resolved.switches
             )
-            trainer = setup.build_trainer(resolved, spec, team, startup, watchdog, screen)
+            trainer = setup.build_trainer(resolved, spec, team, startup, watchdog, screen, users)
             block.callback(trainer.close)
             say(startup.line())
         open_log()
@@ -187,6 +197,18 @@ def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
         refuse_links(Path(root))
     note_kept_model(c)
     note_texts(c)
+
+
+def lock_own_disk(
+    config: TrainConfig, team: Team, users: publish.Users, block: contextlib.ExitStack
+) -> None:
+    """Lock the folder of --save on a machine that has one of its own; rank 0 has locked its own."""
+    save = config.checkpoint.save or ""
+    first = publish.is_first_user(users, team) and publish.are_on_own_disks(save, users)
+    if first and not team.is_rank_0:
+        guard_existing(config)
+        block.enter_context(owner.lock_folder(save))
+        refuse_links(Path(save))
 
 
 def refuse_links(root: Path) -> None:

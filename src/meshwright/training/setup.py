@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from meshwright.base import host
 from meshwright.base.console import remark, say, say_time, show
 from meshwright.base.errors import HANG, UserError
 from meshwright.base.version import our_version
+from meshwright.checkpoint import publish
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source
 from meshwright.config.command import explain_out_of_memory
@@ -54,13 +56,17 @@ def build_trainer(
     startup: Startup,
     watchdog: Watchdog | None,
     screen: LineScreen | None,
+    users: publish.Users = (),
 ) -> Trainer:
-    """Make all parts of a run, and print Megatron's lines about them."""
+    """Make all parts of a run, and print Megatron's lines about them.
+
+    `users` says which ranks share the folder of --save.
+    """
     g, tokenizer = resolved.config.logging, resolved.vocabulary.tokenizer
 
     # The network, and its weights, which are loaded or drawn.
     with startup.time("model-and-optimizer-setup"):
-        state = build_state(spec, team, startup, resolved.caller.start)
+        state = build_state(spec, team, startup, resolved.caller.start, users)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
     # The data, after the weights, because a checkpoint tells where to continue in them.
@@ -92,13 +98,19 @@ def build_trainer(
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
 
 
-def build_state(spec: Spec, team: Team, startup: Startup, opened: Source | None = None) -> State:
+def build_state(
+    spec: Spec,
+    team: Team,
+    startup: Startup,
+    opened: Source | None = None,
+    users: publish.Users = (),
+) -> State:
     """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
     with (
         startup.phase("model", "building the model"),
         explain_out_of_memory(smaller_sizes(spec.config)),
     ):
-        state = build_empty_state(spec, team)
+        state = build_empty_state(spec, team, users)
     load_or_initialise(state, startup, opened)
     if spec.config.training.micro_batch_size == "auto":
         with startup.phase("micro-batch", "trying micro-batches"):
@@ -106,7 +118,7 @@ def build_state(spec: Spec, team: Team, startup: Startup, opened: Source | None 
     return state
 
 
-def build_empty_state(spec: Spec, team: Team) -> State:
+def build_empty_state(spec: Spec, team: Team, users: publish.Users = ()) -> State:
     """Return the state of a run whose weights are neither loaded nor drawn."""
     config, layout, device = spec.config, spec.layout, spec.device
     say("building GPT model ...")
@@ -126,7 +138,7 @@ def build_empty_state(spec: Spec, team: Team) -> State:
         say(f" > CUDA graphs: {f'off, because {without}' if without else 'on, from step 3'}")
     if config.training.compile == "on" and not net.is_compiled:
         remark(" > note: --compile on has no effect on layers with the reference attention")
-    state = State(spec, net, team)
+    state = State(spec, net, team, users)
     say(f"> learning rate decay style: {state.schedule.style}")
     return state
 
@@ -252,9 +264,14 @@ def open_log(
 
     # The folder, after the check: a run that it refuses leaves the folder's records as they were.
     state.check(vocabulary.tokenizer)
-    team.run_on_rank_0(
-        lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train)
-    )
+    # Each machine with a disk of its own keeps the settings beside its part of the steps.
+    kept = folder if team.is_rank_0 else Path(c.checkpoint.save or "")
+
+    def prepare() -> None:
+        if state.saver.keeps_folder:
+            run_folder.prepare(kept, c, vocabulary.tokenizer, state.will_train)
+
+    team.run_on_all(prepare)
 
     # The sizes, which the screen's header shows and every line of the log is computed from.
     run, device = sizes_of_run(state), devices.device_name(state.net.device)

@@ -41,6 +41,7 @@ from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.model import counts
+from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.world import World, require_world_size
 from meshwright.training.before.packages import require_packages
 from meshwright.training.state.resume import (
@@ -49,6 +50,7 @@ from meshwright.training.state.resume import (
     guard_run_folder,
     open_start,
     saved_settings,
+    taken_over,
 )
 from meshwright.training.state.saver import check_export
 
@@ -124,6 +126,7 @@ class TrainingRun:
     command: list[str] = field(default_factory=list)
     # Settings that were given under older names, as Megatron's files have them.
     switches: dict[str, bool] = field(default_factory=dict)
+    ignored: Mapping[str, Any] = field(default_factory=dict)  # given flags without effect
 
     @property
     def folder(self) -> Path | None:
@@ -231,8 +234,41 @@ def resolve(
     identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
     switches = flags.switches_in_effect(config, ignored or {})
     return TrainingRun(
-        config, vocabulary, caller, identity, arguments, problem, world, command or [], switches
+        config,
+        vocabulary,
+        caller,
+        identity,
+        arguments,
+        problem,
+        world,
+        command or [],
+        switches,
+        ignored or {},
     )
+
+
+def complete_from_others(resolved: TrainingRun, team: Team) -> TrainingRun:
+    """Take the architecture from other machines' checkpoint where --load has none here.
+
+    Machines may have disks of their own, and on one that is new to the run --load is empty.
+    """
+    config, load = resolved.config, resolved.config.checkpoint.load
+    if team.size == 1 or not load:
+        return resolved
+    has_own = bool(steps.list_steps(steps.split_path(load)[0]))
+    settings = flags.to_dict(config)
+    stated = {name: settings[name] for name in taken_over()} if has_own else {}
+    theirs = team.merge(stated, first_of)
+    if has_own or not theirs:
+        return resolved
+    config = with_settings(config, **flags.from_saved(TrainConfig, theirs, load))
+    r = resolved
+    return resolve(config, r.world, r.command, r.ignored, r.caller)
+
+
+def first_of(stated: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the first rank with a checkpoint states."""
+    return next((settings for settings in stated if settings), {})
 
 
 def check_settings(config: TrainConfig, world: World, has_datasets: bool = False) -> TrainConfig:

@@ -18,12 +18,16 @@ from meshwright.base.errors import UserError
 from meshwright.base.files import replacing, require_unlinked
 from meshwright.base.runs.goodput import Goodput, read_goodput
 from meshwright.base.runs.history import read_history
+from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import owner, publish, steps
+from meshwright.checkpoint.machines import joined
 from meshwright.config import flags
 from meshwright.config.fields import config_fields, default_of, with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.tokenizers import Tokenizer
+from meshwright.runtime.ranks.team import Team
+from meshwright.training.state.saver import is_continued
 
 # The files of a run beside its checkpoints, which are moved aside with them. tokenizer/ is not
 # among them: it is copied, because the new run may be reading it.
@@ -36,6 +40,37 @@ FILES = (
     "wandb",
     "profile",
 )
+
+
+def find_users(config: TrainConfig, team: Team) -> publish.Users:
+    """Find out which ranks share the folder of --save, and say if machines have their own."""
+    save, choice = config.checkpoint.save, config.checkpoint.save_on_each_node
+    if not save or team.size == 1:
+        return ()
+    if choice == "yes" and not address_of(save):
+        users = publish.users_by_machine(Path(save), team)
+    elif choice == "no" and not address_of(save):
+        users = ()
+    else:
+        users = publish.find_users(Path(save), team)
+    if publish.are_on_own_disks(save, users):
+        number = len({*users})
+        remark(
+            f" > --save {save}: {number} machines have disks of their own there; each keeps its ranks' part of a "
+            "step, and `meshwright collect` brings the parts together"
+        )
+    return users
+
+
+def bring_records(config: TrainConfig, team: Team) -> None:
+    """Bring a run's metrics and log to rank 0's machine, if another one has written them last."""
+    c = config.checkpoint
+    is_beside = c.run_dir is None or c.run_dir == c.save
+    if not (is_continued(c) and is_beside and c.save):
+        return
+    with joined(Path(c.save), team) as machines:
+        if machines is not None:
+            team.run_on_rank_0(machines.bring_records)
 
 
 def prepare(

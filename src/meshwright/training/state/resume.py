@@ -461,6 +461,11 @@ def open_start(config: TrainConfig) -> Source | None:
     return source
 
 
+def taken_over() -> list[str]:
+    """Return the settings that a run takes from the checkpoint of --load."""
+    return sorted({*ARCHITECTURE, *STATED, "seq_length", "vocab_size"})
+
+
 def checkpoint_architecture(
     config: TrainConfig, given: Collection[str], source: Source
 ) -> TrainConfig:
@@ -469,8 +474,7 @@ def checkpoint_architecture(
     # GPT-2 is trained on sequences as long as its table of positions.
     if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
         saved["seq_length"] = saved.get("max_position_embeddings")
-    taken_over = {*ARCHITECTURE, *STATED, "seq_length", "vocab_size"}.difference(given)
-    wanted = {name: value for name, value in saved.items() if name in taken_over}
+    wanted = {name: saved[name] for name in taken_over() if name in saved and name not in given}
     return with_settings(config, **flags.from_saved(TrainConfig, wanted, str(source.folder)))
 
 

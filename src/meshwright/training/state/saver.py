@@ -16,13 +16,16 @@ from meshwright.base.errors import IO, UserError
 from meshwright.base.files import make_anew
 from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import formats, loading, native, publish, steps
+from meshwright.checkpoint.machines import joined
 from meshwright.checkpoint.upload import Uploader
 
 if TYPE_CHECKING:
     import torch
 
     from meshwright.checkpoint.background import Background
+    from meshwright.checkpoint.machines import Machines
     from meshwright.checkpoint.sources import TensorBoxes
+    from meshwright.checkpoint.steps import StepLocation
     from meshwright.config.schema import Checkpoint, TrainConfig
     from meshwright.data.tokenizers import Tokenizer
     from meshwright.parallel.layout import Layout
@@ -58,6 +61,10 @@ def is_complete(folder: str, step: int) -> bool:
     return False
 
 
+def concatenate(lists: list[list[int]]) -> list[int]:
+    return [number for each in lists for number in each]
+
+
 class Saver:
     """The writer of a run's checkpoints.
 
@@ -66,7 +73,12 @@ class Saver:
     """
 
     def __init__(
-        self, config: TrainConfig, layout: Layout, team: Team, device: torch.device
+        self,
+        config: TrainConfig,
+        layout: Layout,
+        team: Team,
+        device: torch.device,
+        users: publish.Users = (),
     ) -> None:
         c = config.checkpoint
         self.config, self.layout, self.team, self.folder = config, layout, team, c.save or ""
@@ -81,11 +93,10 @@ class Saver:
             self.background = Background(team, device)
         self.uploader: Uploader | None = None
         remote = [Path(path) for path in (c.save, c.run_dir) if path and address_of(path)]
-        self.users: publish.Users = ()
-        if c.save and address_of(c.save) and team.size > 1:
-            self.users = publish.find_users(Path(c.save), team)
-        if c.save and remote and publish.is_first_user(self.users, team):
-            self.uploader = Uploader(remote[0], remote[1:], team, self.users)
+        self.users = users  # of the folder of --save
+        self.is_first = publish.is_first_user(users, team)
+        if c.save and remote and self.is_first:
+            self.uploader = Uploader(remote[0], remote[1:], team, users)
 
     def continue_from(self, step: int, best: int | None) -> None:
         """Note that --save holds the run's state, and remove the steps that a killed run left over.
@@ -96,9 +107,7 @@ class Saver:
         if not self.config.training.skip_train:
             with self.tolerating():
                 root = Path(self.folder)
-                self.team.run_on_rank_0(
-                    self.explained(step, lambda: publish.clear_unfinished(root))
-                )
+                self.on_each_disk(step, lambda: publish.clear_unfinished(root), self.team)
                 self.tidy_and_send(step, best, self.team)
 
     def save(
@@ -120,9 +129,7 @@ class Saver:
             for line in native.save_messages(self.folder, step):
                 say(line)
             with self.tolerating():
-                self.team.run_on_rank_0(
-                    self.explained(step, lambda: publish.write_tracker(self.folder, step))
-                )
+                self.on_each_disk(step, lambda: publish.write_tracker(self.folder, step), self.team)
                 self.tidy_and_send(step, best, self.team)
             return None
         # A copy, because the state has lists that the run will append to.
@@ -201,48 +208,83 @@ class Saver:
         """
         write = formats.require_written(self.config.checkpoint.ckpt_format).load_writer()
         parts, at = root / publish.PARTS, self.layout.at
-        team.run_on_rank_0(self.explained(step, lambda: make_anew(parts)))
+        self.on_each_disk(step, lambda: make_anew(parts), team)
         try:
-            native.save_step(parts, step, named, state, settings, team=team, run=root)
+            publish.name_disks(parts, self.users, team)
+            native.save_step(
+                parts, step, named, state, settings, team=team, run=root, users=self.users
+            )
             files_of_rank: dict[str, publish.Produce] = {}
 
             # Each of Megatron's files has the part of one tensor and pipeline rank.
-            def lay_out() -> int:
+            def lay_out(machines: Machines | None) -> int:
                 if at("replicas", "shard", "cp"):  # another rank writes this one's file
                     return 0
                 folder = steps.step_folder(parts, step)
                 publish.wait_until_visible(folder, team)
-                source = native.open_native(folder, step)
+                source = native.open_native(folder, step, machines=machines)
                 tp, pp = self.layout.tp, self.layout.pp
                 files = list(write(source, tp, pp, state["padded_vocab_size"], True).items())
                 number = at("tp") * pp + at("pp")  # in the order in which the writer lists files
                 files_of_rank.update([files[number]])
                 return sum(file.size for file in source.manifest.values())
 
-            size = team.run_on_all(lay_out)
-            publish.write_step(root, step, files_of_rank, bytes_needed=size, team=team)
+            with joined(parts, team) as machines:
+                if machines is not None:
+                    machines.share_holders(team)
+                size = team.run_on_all(lambda: lay_out(machines))
+                publish.write_step(
+                    root, step, files_of_rank, bytes_needed=size, team=team, users=self.users
+                )
         finally:
-            if team.is_rank_0:
+            if self.is_first:
                 shutil.rmtree(parts, ignore_errors=True)
 
     def tidy_and_send(self, step: int, best: int | None, team: Team) -> None:
-        """Have rank 0 remove old steps, and the first rank of each machine send its files."""
-        removed = team.run_on_rank_0(self.explained(step, lambda: self.tidy(step, best)))
+        """Remove old steps, and have the first rank of each machine send its files."""
+        removed = self.tidy(step, best, team)
         team.run_on_all(self.explained(step, lambda: self.send(step, removed)))
+
+    def on_each_disk(self, step: int, act: Callable[[], None], team: Team) -> None:
+        """Let one rank of each folder do something there, or rank 0 alone in object storage."""
+        team.run_on_all(self.explained(step, act) if self.keeps_folder else lambda: None)
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this rank keeps the folder of --save in order, on its machine or for all."""
+        if publish.are_on_own_disks(self.folder, self.users):
+            return self.is_first
+        return self.team.is_rank_0
 
     def explained(self, step: int, act: Callable[[], T]) -> Callable[[], T]:
         return publish.explain_failures(Path(self.folder), step)(act)
 
-    def tidy(self, step: int, best: int | None) -> list[int]:
+    def tidy(self, step: int, best: int | None, team: Team) -> list[int]:
         """Update the tracker of the best step, remove old steps, and return the removed ones."""
-        c, removed = self.config.checkpoint, list[int]()
-        self.wait_for_upload()  # it may be sending a step that is about to be removed
-        if best is not None and best in steps.list_steps(self.folder):
-            publish.write_tracker(self.folder, best, steps.BEST)
-        if c.keep_last:
-            removed = publish.prune_steps(self.folder, step, c.keep_last, c.keep_every, best)
-            for old in removed:
-                remark(f" > removed step {old}: --keep-last {c.keep_last}")
+        c = self.config.checkpoint
+
+        def track_best() -> None:
+            self.wait_for_upload()  # it may be sending a step that is about to be removed
+            if best is not None and best in steps.list_steps(self.folder):
+                publish.write_tracker(self.folder, best, steps.BEST)
+
+        self.on_each_disk(step, track_best, team)
+        if not c.keep_last:
+            return []
+
+        # A step is removed everywhere or nowhere, so one that is damaged on any machine stays.
+        def find_damaged() -> list[int]:
+            return publish.damaged_steps(self.folder, step) if self.is_first else []
+
+        damaged = team.collect_merged(self.explained(step, find_damaged), concatenate)
+        kept = c.keep_last, c.keep_every, best
+        removed: list[int] = team.run_on_rank_0(
+            self.explained(step, lambda: publish.steps_to_remove(self.folder, step, *kept, damaged))
+        )
+        if removed:
+            self.on_each_disk(step, lambda: publish.remove_steps(self.folder, removed), team)
+        for old in removed:
+            remark(f" > removed step {old}: --keep-last {c.keep_last}")
         return removed
 
     def send(self, step: int, removed: list[int]) -> None:
@@ -280,23 +322,33 @@ class Saver:
                 self.background.wait()
 
     def export(self, tokenizer: Tokenizer | None) -> None:
-        """Write --save-hf from the last saved step."""
+        """Write --save-hf from the last saved step, on rank 0."""
         c = self.config.checkpoint
-        if c.save_hf and self.kept is None:
+        if not c.save_hf:
+            return
+        if self.kept is None:
             remark(" > --save-hf: nothing was trained or saved, so nothing is written")
-        elif c.save_hf and self.kept is not None and self.team.is_rank_0:
-            from meshwright.checkpoint.huggingface import writer as huggingface_writer
+            return
+        from meshwright.checkpoint.huggingface import writer as huggingface_writer
 
-            source = loading.open_checkpoint(steps.step_folder(self.folder, self.kept))
-            assert source is not None
-            target, run = Path(c.save_hf), Path(self.folder)
+        target, run = Path(c.save_hf), Path(self.folder)
+
+        def write(location: StepLocation, machines: Machines | None) -> None:
+            source = loading.open_step(location, machines=machines)
             for note in huggingface_writer.write_huggingface(
                 source, target, tokenizer=tokenizer, run=run, again=is_continued(c)
             ):
                 remark(f" > {note}")
-            remark(
-                f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries"
-            )
+
+        # The other ranks serve the parts of the step that their machines have.
+        loading.first_intact(
+            steps.step_folder(self.folder, self.kept),
+            lambda location, machines: self.team.run_on_rank_0(lambda: write(location, machines)),
+            self.team,
+        )
+        remark(
+            f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries"
+        )
 
     def close(self) -> None:
         if self.background is not None:

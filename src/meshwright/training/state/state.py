@@ -65,14 +65,14 @@ class Progress:
 class State:
     """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
 
-    def __init__(self, spec: Spec, net: Network, team: Team) -> None:
+    def __init__(self, spec: Spec, net: Network, team: Team, users: publish.Users = ()) -> None:
         config = self._config = spec.config
         self.net, self.team, self.vocab, self.padded = net, team, spec.vocab, spec.padded
         # Settings that only the start finds: a micro-batch that fits, where the blend changes.
         self.found: dict[str, Any] = {}
         self.switches = spec.switches
         self.scaler = LossScale(config.precision)
-        self.saver = Saver(config, net.layout, team, net.device)
+        self.saver = Saver(config, net.layout, team, net.device, users)
         # A checkpoint states these sizes, since tables are saved without their padding.
         self.sizes = {
             "true_vocab_size": spec.vocab,

@@ -1,0 +1,74 @@
+"""Steps whose files are divided over the own disks of several machines.
+
+Each machine keeps the files of its ranks, and all have the same manifest, which says of each file
+on which machine it is. A disk has a name, in the file DISK of the run's folder, because the names
+of machines and folders may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.base.errors import BAD_DATA, UnfitFile, UserError
+from meshwright.base.files import read_small
+
+DISK = ".disk"
+PLACE = r"(?s)(.*)#([0-9a-f]{1,64})"
+
+
+def disk_of(root: Path) -> str:
+    """Return the name of the disk that a run's folder is on; "" if machines share the folder."""
+    try:
+        name = read_small(root / DISK, 100).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError, UnfitFile):
+        return ""
+    return name if re.fullmatch("[0-9a-f]{1,64}", name) else ""
+
+
+def name_disk(root: Path) -> None:
+    """Give the disk a name, if it has none."""
+    if not disk_of(root):
+        with contextlib.suppress(FileExistsError), open(root / DISK, "x") as file:
+            file.write(f"{uuid.uuid4().hex}\n")
+
+
+def place_of(root: Path) -> str:
+    """Return where the files of this machine's ranks are: machine, folder and disk."""
+    return f"{socket.gethostname()}:{root.resolve()}#{disk_of(root)}"
+
+
+def shown(place: str) -> str:
+    """Return a place as people write it, machine and folder."""
+    return place.rpartition("#")[0]
+
+
+def is_elsewhere(path: Path, place: str) -> bool:
+    """Return whether a file of a step, which was written at this place, is on another machine."""
+    if not place or path.exists():
+        return False
+    step = path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
+    return place.rpartition("#")[2] != disk_of(step.parent)
+
+
+def not_here(path: Path, place: str) -> UserError:
+    """Return the error for a file that only a machine that is not at hand has."""
+    run = path.parent.parent
+    return UserError(
+        f"{path} is on the disk of {shown(place)}; bring all parts together with "
+        f"`meshwright collect {run} --from {shown(place)}`",
+        BAD_DATA,
+    )
+
+
+def list_elsewhere(folder: Path, places: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the files of a step that are on other machines, by their place."""
+    found: dict[str, list[str]] = {}
+    for name, place in sorted(places.items()):
+        if is_elsewhere(folder / name, place):
+            found.setdefault(place, []).append(name)
+    return found

@@ -1,0 +1,326 @@
+"""Read the steps of a run whose machines have folders of their own.
+
+`joined` finds out whether the ranks see one folder. If they do not, the first rank of each machine
+lists the steps that it has and serves their files to the others; rank 0 compares the lists. A step
+is complete if all files of its manifest are on some machine. Each rank reads what its own folder
+has from there, and the rest from the machine that has it, with the same checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.files import replacing
+from meshwright.base.runs.rows import METRICS, find_last_step
+from meshwright.base.storage.addresses import address_of
+from meshwright.checkpoint import disks, manifests, steps
+from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, Manifest
+from meshwright.checkpoint.steps import NATIVE, OUR_STEP, StepLocation, step_folder
+from meshwright.runtime.ranks.remote_files import Address, FileServer, RemoteFiles
+from meshwright.runtime.ranks.team import Team
+
+SERVED = rf"metrics\.jsonl|log\.txt|{OUR_STEP}/(mp_rank_\d+(_\d+)?/)?\.?[A-Za-z0-9_][A-Za-z0-9_.-]*"
+RECORDS = (METRICS, "log.txt")
+FILES_NAMED = 3  # in a message about a step that is not complete
+
+
+class StepFiles(NamedTuple):
+    """What one machine has of a step."""
+
+    manifest: str  # its file's name
+    seal: str  # what tells it from other manifests
+    names: list[str]  # the files that are here, with the sizes of the manifest
+
+
+class Listed(NamedTuple):
+    """What the first rank of a machine serves, and where."""
+
+    address: Address
+    steps: dict[str, StepFiles]  # by the name of the step's folder
+    last: int  # the last step in its records, -1 without any
+    records: dict[str, int]  # the sizes of its records
+
+
+@dataclass
+class Machines:
+    """The machines of a run, of which each has a folder of its own."""
+
+    root: Path
+    rank: int
+    first: int  # the first rank of this machine
+    files: RemoteFiles
+    ranks: list[int] = field(
+        default_factory=list
+    )  # on rank 0: the first rank of each rank's machine
+    complete: dict[str, str] = field(default_factory=dict)  # by step's folder: its manifest's seal
+    # by "step's folder/file", the ranks that serve it: on rank 0 of all files, on others of those
+    # that they need
+    holders: dict[str, list[int]] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)  # on rank 0: why steps are not complete
+    own: dict[str, bool] = field(default_factory=dict)  # answers of `has_own`
+    listed: dict[int, Listed] = field(default_factory=dict)  # on rank 0
+
+    # Reading
+
+    def is_on_other(self, path: Path) -> bool:
+        """Return whether a file of a step must be read from another machine."""
+        is_here = self.has_own(path.parent.name) and path.exists()
+        return not is_here and self.key_of(path) in self.holders
+
+    def has_own(self, name: str) -> bool:
+        """Return whether this machine's folder of that name is a part of the complete step."""
+        if name not in self.own:
+            self.own[name] = False
+            with contextlib.suppress(UserError):
+                self.own[name] = manifests.read_seal(self.root / name) == self.complete.get(name)
+        return self.own[name]
+
+    def key_of(self, path: Path) -> str:
+        return f"{path.parent.name}/{path.name}"
+
+    def read(self, path: Path, begin: int, data: bytearray) -> None:
+        key = self.key_of(path)
+        # The ranks of a large run ask different machines, if several have the file.
+        holders = self.holders[key]
+        self.files.read(holders[self.rank % len(holders)], key, begin, data)
+
+    def holders_of(self, folder: Path, name: str) -> list[int]:
+        return self.holders.get(f"{folder.name}/{name}", [])
+
+    def add_holders(self, folder: Path, holders: dict[str, list[int]]) -> None:
+        """Note who serves the files that this rank needs of a step."""
+        self.holders |= {f"{folder.name}/{name}": ranks for name, ranks in holders.items()}
+
+    def share_holders(self, team: Team) -> None:
+        """Tell every rank who has which file, for steps that every rank opens by itself."""
+        self.holders = team.run_on_rank_0(lambda: self.holders)
+
+    def divide(self, folder: Path, manifest: Manifest) -> list[manifests.Share]:
+        """Divide the chunks of a step among the machines' first ranks: each hashes what it has."""
+        parts: dict[int, Manifest] = {}
+        for name, file in manifest.items():
+            parts.setdefault(self.holders_of(folder, name)[0], {})[name] = file
+        shares: list[manifests.Share] = [[] for _ in self.ranks]
+        for rank, part in parts.items():
+            [shares[rank]] = manifests.divide_chunks(part, 1)
+        return shares
+
+    # Finding, on rank 0
+
+    def compare(self) -> None:
+        """Find the complete steps, and who has their files; bring their manifests here."""
+        listed = self.listed
+        names = sorted({name for one in listed.values() for name in one.steps})
+        for name in names:
+            parts = {rank: one.steps[name] for rank, one in listed.items() if name in one.steps}
+            # Of two steps with one number, one was left incomplete when a run fell back.
+            for seal in sorted({part.seal for part in parts.values()}):
+                same = {rank: part for rank, part in parts.items() if part.seal == seal}
+                if self.is_complete(name, same, len(listed)):
+                    break
+
+    def is_complete(self, name: str, parts: dict[int, StepFiles], machines: int) -> bool:
+        """Return whether these machines have all files of a step, and note where, or what lacks."""
+        step = int(name.removeprefix("iter_"))
+        holders: dict[str, list[int]] = {}
+        for rank, part in sorted(parts.items()):
+            for file in part.names:
+                holders.setdefault(file, []).append(rank)
+
+        # All have the manifest.
+        path, raw = self.read_manifest(name, parts)
+        manifest = manifests.parse_manifest(raw, path)
+        lacking = {n: file.place for n, file in manifest.items() if n not in holders}
+        if lacking:
+            self.problems[step] = describe_lack(lacking)
+            return False
+        if path.name == HIDDEN and min(map(len, holders.values())) < machines:
+            self.problems[step] = (
+                "it has Megatron's format, whose readers need all files on each machine; bring them together "
+                "with `meshwright collect`"
+            )
+            return False
+
+        self.problems.pop(step, None)
+        self.complete[name] = next(iter(parts.values())).seal
+        self.add_holders(self.root / name, holders)
+        if not self.has_own(name):
+            self.keep_manifest(path, raw)
+        return True
+
+    def read_manifest(self, name: str, parts: dict[int, StepFiles]) -> tuple[Path, bytes]:
+        """Return path and bytes of a step's manifest, which may be on another machine."""
+        rank = self.rank if self.rank in parts else min(parts)
+        part = parts[rank]
+        path = self.root / name / part.manifest
+        if rank == self.rank:
+            return path, manifests.read_small(path, manifests.MANIFEST_LIMIT)
+        data = bytearray(manifests.size_of_sealed(part.seal))
+        self.files.read(rank, f"{name}/{part.manifest}", 0, data)
+        return path, bytes(data)
+
+    def keep_manifest(self, path: Path, raw: bytes) -> None:
+        """Write the manifest of a complete step here, where this machine has no part of it."""
+        folder = path.parent
+        try:
+            if folder.exists():  # a part of another step with this number, which is not complete
+                aside = folder.with_name(f"{folder.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+            folder.mkdir(parents=True)
+            with replacing(path, durably=True) as file:
+                file.write(raw)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror or error}", IO) from error
+        self.own[folder.name] = True
+
+    def bring_records(self) -> None:
+        """Replace the records of the run here, if another machine has later ones."""
+        rank = max(self.listed, key=lambda rank: (self.listed[rank].last, -rank))
+        if self.listed[rank].last <= self.listed[self.first].last:
+            return
+        for name, size in self.listed[rank].records.items():
+            with replacing(self.root / name) as file:
+                for begin in range(0, size, manifests.CHUNK):
+                    data = bytearray(min(manifests.CHUNK, size - begin))
+                    self.files.read(rank, name, begin, data)
+                    file.write(data)
+
+    def require_complete(self, step: int) -> None:
+        """Raise DamagedCheckpoint if the machines do not have all files of a step."""
+        if step_folder(self.root, step).name not in self.complete:
+            raise DamagedCheckpoint(f"iteration {step}: {self.problems.get(step, 'it is damaged')}")
+
+    def find_step(
+        self, path: Path, below: int | None = None
+    ) -> tuple[StepLocation | None, list[str]]:
+        """Return the step that a path means, as steps.find_step does, of what all machines have."""
+        root, step = steps.split_path(path)
+        complete = {int(name.removeprefix("iter_")) for name in self.complete}
+        if not complete and not self.problems:
+            return steps.find_step(path, below)
+        if step is not None and below is None:
+            if step not in complete:
+                lack = self.problems.get(step, "no machine has it")
+                raise bad_data(f"{path} is not complete: {lack}")
+            return locate(root, step), []
+        older = [n for n in complete if below is None or n < below]
+        newest = max(older, default=None)
+        skipped = [
+            f"{step_folder(root, n).name}, which is not complete: {why}"
+            for n, why in sorted(self.problems.items(), reverse=True)
+            if (newest is None or n > newest) and (below is None or n < below)
+        ]
+        if newest is None:
+            if not skipped:
+                raise DamagedCheckpoint(f"there is no older checkpoint in {root}")
+            raise DamagedCheckpoint(
+                f"no complete checkpoint in {root} on the machines of this run: {'; '.join(skipped)}; start the "
+                "machine with that part too"
+            )
+        notes = [f"WARNING: skipping {why}" for why in skipped]
+        return locate(root, newest), notes
+
+
+def locate(root: Path, step: int) -> StepLocation:
+    folder = step_folder(root, step)
+    # On a machine without files of the step there is only the manifest.
+    kind = NATIVE if (folder / MANIFEST).exists() else steps.kind_of_folder(folder) or NATIVE
+    return StepLocation(kind, folder, step, root)
+
+
+def describe_lack(lacking: dict[str, str]) -> str:
+    """Say whose files of a step no machine has."""
+    by_place: dict[str, list[str]] = {}
+    for name, place in sorted(lacking.items()):
+        by_place.setdefault(place, []).append(name)
+    parts = []
+    for place, names in by_place.items():
+        whose = f"the part of {disks.shown(place)}" if place else "a part"
+        some = ", ".join(names[:FILES_NAMED]) + ", ..." * (len(names) > FILES_NAMED)
+        parts.append(f"{whose} ({some})")
+    verb = "is" if len(parts) == 1 else "are"
+    return f"{' and '.join(parts)} {verb} damaged, or on a machine that is not in the run"
+
+
+@contextlib.contextmanager
+def joined(path: Path, team: Team) -> Iterator[Machines | None]:
+    """Let each machine serve its steps to the others; None if all ranks see one folder.
+
+    All ranks call this together, and what they do in the block ends together on all of them.
+    """
+    root = steps.split_path(path)[0]
+    if team.size == 1 or address_of(root):
+        yield None
+        return
+    seen = team.run_on_all(lambda: what_is_seen(root))
+    # What is seen, and the first rank that sees it.
+    views = team.merge({seen: team.rank}, merge_first)
+    if len(views) == 1:
+        yield None
+        return
+
+    first = views[seen]
+    key = bytes.fromhex(team.run_on_rank_0(lambda: secrets.token_hex(32)))
+    ranks = team.collect(lambda: first)
+    with contextlib.ExitStack() as stack:
+
+        def serve() -> dict[str, Any]:
+            if team.rank != first:
+                return {}
+            server = stack.enter_context(contextlib.closing(FileServer(root, SERVED, key)))
+            last = (find_last_step(root) or (-1, ""))[0]
+            sizes = {
+                name: (root / name).stat().st_size for name in RECORDS if (root / name).is_file()
+            }
+            return {str(team.rank): Listed(server.address, list_files(root), last, sizes)}
+
+        listed = {}
+        for rank, (address, own, *records) in team.collect_merged(serve, merge_first).items():
+            parts = {name: StepFiles(*part) for name, part in own.items()}
+            listed[int(rank)] = Listed(address, parts, *records)
+        addresses = team.run_on_rank_0(lambda: {rank: one.address for rank, one in listed.items()})
+        where = {int(rank): (address[0], address[1]) for rank, address in addresses.items()}
+        files = stack.enter_context(contextlib.closing(RemoteFiles(where, key)))
+        machines = Machines(root, team.rank, first, files, ranks, listed=listed)
+
+        def compare() -> dict[str, str]:
+            machines.compare()
+            return machines.complete
+
+        # On rank 0 these are its own.
+        machines.complete = team.run_on_rank_0(compare)
+        yield machines
+
+
+def merge_first(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge what neighbouring ranks say; of the same key, the first one's."""
+    return {key: value for part in reversed(parts) for key, value in part.items()}
+
+
+def what_is_seen(root: Path) -> str:
+    """Return what differs between machines that do not share a folder: its disk, or its steps."""
+    return disks.disk_of(root) or " ".join(["steps", *map(str, steps.list_steps(root))])
+
+
+def list_files(root: Path) -> dict[str, StepFiles]:
+    """List what a folder has of each step of ours."""
+    listed: dict[str, StepFiles] = {}
+    for step in steps.list_steps(root):
+        folder = step_folder(root, step)
+        whole = []
+        with contextlib.suppress(UserError):
+            seal = manifests.read_seal(folder)
+            for name, file in manifests.read_manifest(folder).items():
+                with contextlib.suppress(UserError):
+                    manifests.check_size(folder / name, file)
+                    whole.append(name)
+            listed[folder.name] = StepFiles(manifests.find_manifest(folder).name, seal, whole)
+    return listed
