@@ -46,6 +46,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "answer requests for text, OpenAI's way, and show a page",
     "inspect": "show what a checkpoint holds, and whether it is complete",
+    "collect": "bring the parts of a run together from several machines",
     "convert": "convert a checkpoint from or to another program's format",
     "report": "make a page with pictures of a run, or compare several",
     "watch": "show runs in a browser while they go on",
@@ -61,7 +62,7 @@ GROUPS = {
     "Train": "presets plan train launch sweep coordinates verify-layout",
     "Look": "watch report evaluate",
     "Use": "generate chat serve",
-    "Files": "inspect convert",
+    "Files": "inspect convert collect",
     "Help": "help completion doctor bench",
 }
 # Commands that share a line, so that the list fits a terminal.

@@ -13,12 +13,15 @@ import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.base.errors import BAD_DATA, UnfitFile, UserError
 from meshwright.base.files import read_small
 
+if TYPE_CHECKING:
+    from meshwright.checkpoint.manifests import File
+
 DISK = ".disk"
-PLACE = r"(?s)(.*)#([0-9a-f]{1,64})"
 
 
 def disk_of(root: Path) -> str:
@@ -65,10 +68,10 @@ def not_here(path: Path, place: str) -> UserError:
     )
 
 
-def list_elsewhere(folder: Path, places: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the files of a step that are on other machines, by their place."""
+def list_elsewhere(folder: Path, manifest: Mapping[str, File]) -> dict[str, list[str]]:
+    """Return the files of a step that are on other machines, by machine and folder."""
     found: dict[str, list[str]] = {}
-    for name, place in sorted(places.items()):
-        if is_elsewhere(folder / name, place):
-            found.setdefault(place, []).append(name)
+    for name, file in sorted(manifest.items()):
+        if is_elsewhere(folder / name, file.place):
+            found.setdefault(shown(file.place), []).append(name)
     return found

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import bad_data, not_a_run
-from meshwright.checkpoint import loading, native, steps
+from meshwright.checkpoint import disks, loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import DamagedCheckpoint, verify_step
+from meshwright.checkpoint.manifests import DamagedCheckpoint, Manifest, verify_step
 from meshwright.checkpoint.saved_model import recorded_settings
 from meshwright.checkpoint.sources import Source, TensorInfo
 from meshwright.checkpoint.steps import StepLocation
@@ -106,9 +106,20 @@ def describe_steps(
             by = f"written by {ranks} rank{'s' * (ranks != 1)}"
         size = sum(file.size for file in manifest.values())
         lines += [f"  {folder.name}  {how}", f"{summarize(source)} | {size:,} bytes, {by}"]
+        lines += describe_elsewhere(folder, manifest)
         if contents is None:
             contents = list_contents(source, detail)
     return lines + (contents or []), undamaged
+
+
+def describe_elsewhere(folder: Path, manifest: Manifest) -> list[str]:
+    """Say which files of a step are on the disks of other machines."""
+    lines = []
+    for place, names in disks.list_elsewhere(folder, manifest).items():
+        number = f"{len(names)} of {len(manifest)} files"
+        collect = f"`meshwright collect {folder.parent} --from {place}`"
+        lines.append(f"    {number} are on {place}; {collect} brings them here")
+    return lines
 
 
 def summarize(source: Source) -> str:

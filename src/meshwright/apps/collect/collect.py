@@ -1,0 +1,269 @@
+"""Copy what the steps of a run lack from other machines, and verify it before it gets its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.base.console import show
+from meshwright.base.errors import BAD_DATA, UNAVAILABLE, UserError
+from meshwright.base.files import replacing, sync
+from meshwright.base.progress import progress_bar
+from meshwright.base.runs.rows import METRICS
+from meshwright.checkpoint import disks, manifests, owner, publish, steps
+from meshwright.checkpoint.manifests import DamagedCheckpoint, Manifest
+from meshwright.checkpoint.steps import OUR_STEP
+
+STAGE = ".collect"  # in the run's folder: what was copied and is not verified yet
+# What a run keeps beside its steps, which is taken from the machine that has it.
+RECORDS = ("config.toml", METRICS, "log.txt", "tokenizer")
+NAMES = (
+    rf"{OUR_STEP}/\.?manifest\.json|(config\.toml|metrics\.jsonl|log\.txt|tokenizer/[\w][\w.-]*)"
+)
+HOST = r"[A-Za-z0-9_][\w.@-]*"  # no dash first, which ssh would take for an option
+
+Advance = Callable[[float], None]
+
+
+def collect(run: Path, sources: list[str]) -> None:
+    """Copy what the steps in `run` lack from the sources, or from where the steps say."""
+    run.mkdir(parents=True, exist_ok=True)
+    with owner.lock_folder(run, "wait for it"):
+        for text in sources or places_of(run):
+            show(f"from {text}")
+            take(run, read_source(text))
+        publish_newest(run)
+
+
+def places_of(run: Path) -> list[str]:
+    """Return the machines and folders that have what the steps here lack."""
+    found: list[str] = []
+    for step in steps.list_steps(run):
+        folder = steps.step_folder(run, step)
+        with contextlib.suppress(DamagedCheckpoint):
+            found += disks.list_elsewhere(folder, manifests.read_manifest(folder))
+    return list(dict.fromkeys(found))
+
+
+def read_source(text: str) -> Source:
+    """Return the source that HOST:DIR or DIR names."""
+    host, colon, folder = text.partition(":")
+    if not colon or "/" in host or Path(text).is_dir():
+        return LocalFolder(Path(text))
+    if not re.fullmatch(HOST, host):
+        raise UserError(f"{text[:200]!r} names no machine; give HOST:DIR or DIR")
+    return RemoteFolder(host, folder)
+
+
+# Where parts come from
+
+
+class Source(ABC):
+    """A folder of the run, here or on another machine."""
+
+    @abstractmethod
+    def list_names(self) -> list[str]:
+        """List the manifests and records in it."""
+
+    @abstractmethod
+    def copy(self, names: list[str], target: Path) -> None:
+        """Copy those of the named files that exist."""
+
+
+@dataclass
+class LocalFolder(Source):
+    folder: Path
+
+    def list_names(self) -> list[str]:
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder} is no folder; give HOST:DIR or DIR", BAD_DATA)
+        found = (path.relative_to(self.folder) for path in self.folder.glob("*/*"))
+        return [*map(str, found), *os.listdir(self.folder)]
+
+    def copy(self, names: list[str], target: Path) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / name, target / name, follow_symlinks=False)
+
+
+@dataclass
+class RemoteFolder(Source):
+    host: str
+    folder: str
+
+    def list_names(self) -> list[str]:
+        listing = "ls -d iter_*/manifest.json iter_*/.manifest.json tokenizer/* * 2>/dev/null; true"
+        return self.ask(listing, b"").decode(errors="replace").split("\n")
+
+    def copy(self, names: list[str], target: Path) -> None:
+        wanted = "".join(f"{name}\n" for name in names).encode()
+        if shutil.which("rsync"):
+            from_folder = f"{self.host}:{self.folder}/"
+            words = ["rsync", "-a", "--partial", "--ignore-missing-args", "--files-from=-"]
+            if subprocess.run([*words, from_folder, f"{target}/"], input=wanted).returncode == 0:
+                return
+            show(f"rsync failed, so the files of {self.host} are copied with ssh and tar")
+        with self.start("tar -cf - --ignore-failed-read -T -") as tar:
+            assert tar.stdin and tar.stdout
+            tar.stdin.write(wanted)
+            tar.stdin.close()
+            try:
+                unpack(tar.stdout, {*names}, target)
+            except tarfile.TarError as error:
+                raise UserError(
+                    f"{self.host}: what tar sent cannot be read: {error}", UNAVAILABLE
+                ) from error
+
+    def start(self, command: str) -> subprocess.Popen[bytes]:
+        line = f"cd {shlex.quote(self.folder)} && {command}"
+        try:
+            return subprocess.Popen(
+                ["ssh", self.host, line], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        except FileNotFoundError:
+            raise UserError(
+                f"ssh is needed to read from {self.host}; install it, or copy {self.folder} here and give its path",
+                UNAVAILABLE,
+            ) from None
+
+    def ask(self, command: str, text: bytes) -> bytes:
+        with self.start(command) as process:
+            answer, _ = process.communicate(text)
+        if process.returncode:
+            raise UserError(
+                f"{self.host} did not list {self.folder} (ssh ended with status {process.returncode}); check that "
+                f"`ssh {self.host} ls {self.folder}` works",
+                UNAVAILABLE,
+            )
+        return answer
+
+
+def unpack(stream: object, names: set[str], target: Path) -> None:
+    """Write the regular files of a tar stream that were asked for, and nothing else."""
+    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+        for member in archive:
+            content = archive.extractfile(member) if member.isreg() else None
+            if content is not None and member.name in names:
+                path = target / member.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "xb") as file:
+                    shutil.copyfileobj(content, file, manifests.CHUNK)
+
+
+# What is taken
+
+
+def take(run: Path, source: Source) -> None:
+    """Take from a source what the steps here lack, and whole steps that are not here."""
+    stage = run / STAGE
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir()
+    try:
+        names = [name for name in source.list_names() if re.fullmatch(NAMES, name)]
+        source.copy([name for name in names if "manifest.json" in name], stage)
+        take_records(run, source, [name for name in names if "manifest.json" not in name])
+        for step in steps.list_steps(stage)[::-1]:
+            take_step(run, source, steps.step_folder("", step).name)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def take_records(run: Path, source: Source, names: list[str]) -> None:
+    """Take the settings, the log and the vocabulary, if this machine has none of its own."""
+    lacking = [name for name in names if not (run / name.partition("/")[0]).exists()]
+    source.copy(lacking, run / STAGE)
+    for name in RECORDS:
+        if (run / STAGE / name).exists():
+            (run / STAGE / name).rename(run / name)
+
+
+def take_step(run: Path, source: Source, name: str) -> None:
+    """Take the files of a step that are there and not here."""
+    staged, here = run / STAGE / name, run / name
+    try:
+        manifest = manifests.read_manifest(staged)
+    except DamagedCheckpoint as damage:
+        show(f"  {name}: passed over, {damage}")
+        return
+    if here.exists() and manifests.read_seal(here) != manifests.read_seal(staged):
+        show(f"  {name}: passed over, it is another step of that number than the one here")
+        return
+
+    lacking = {n: file for n, file in manifest.items() if not (here / n).exists()}
+    size = sum(file.size for file in lacking.values())
+    with progress_bar(f"{name}", size) as advance:
+        source.copy([f"{name}/{n}" for n in lacking], run / STAGE)
+        advance(size)
+    came = {n: file for n, file in lacking.items() if (staged / n).exists()}
+    if not came:
+        return
+    require_intact(staged, came)
+
+    # A step that is here gets the files; one that is not is moved as a whole.
+    if not here.exists():
+        sync(staged)
+        staged.rename(here)
+    else:
+        for n in came:
+            (here / n).parent.mkdir(exist_ok=True)
+            (staged / n).rename(here / n)
+        sync(here)
+    sync(run)
+    show(
+        f"  {name}: {len(came)} file{'s' * (len(came) != 1)}, {sum(f.size for f in came.values()):,} bytes"
+    )
+
+
+def require_intact(folder: Path, files: Manifest) -> None:
+    """Check size and every byte of files that were copied, and bring them to the disk."""
+    for name, file in files.items():
+        manifests.check_size(folder / name, file)
+        with open(folder / name, "rb") as copied:
+            os.fsync(copied.fileno())
+    manifests.hash_chunks(folder, *manifests.divide_chunks(files, 1))
+
+
+def publish_newest(run: Path) -> None:
+    """Let Megatron's tracker name the newest complete step."""
+    newest = next((step for step in steps.list_steps(run) if not lacking_places(run, step)), None)
+    if newest is not None:
+        publish.write_tracker(run, newest)
+
+
+def lacking_places(run: Path, step: int) -> dict[str, list[str]]:
+    """Return the files of a step that are not here, by the place where they were written."""
+    folder = steps.step_folder(run, step)
+    found: dict[str, list[str]] = {}
+    for name, file in sorted(manifests.read_manifest(folder).items()):
+        if not (folder / name).exists():
+            found.setdefault(disks.shown(file.place) or "this machine", []).append(name)
+    return found
+
+
+def describe(run: Path) -> tuple[list[str], bool]:
+    """Say of each step whether it is complete here; also return whether one is."""
+    lines, some = [], False
+    for step in steps.list_steps(run):
+        name = steps.step_folder(run, step).name
+        try:
+            lacking = lacking_places(run, step)
+            if not lacking:
+                number = len(manifests.verify_step(steps.step_folder(run, step)))
+                lines.append(f"{name}  complete, {number} files")
+                some = True
+        except DamagedCheckpoint as damage:
+            lines.append(f"{name}  damaged: {damage}")
+            continue
+        for place, names in lacking.items():
+            lines.append(f"{name}  {len(names)} file{'s' * (len(names) != 1)} still on {place}")
+    return lines or [f"{run} holds no steps"], some
