@@ -339,7 +339,7 @@ def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
 
 
 def not_shared(root: Path) -> None:
-    """Let rank 1 have a folder of its own, as on another node."""
+    """Let rank 1 have a folder of its own, as on another node, where --save must be shared."""
     t = team()
     publish.SEEN_WITHIN = 0.1
     here = root / f"node{t.rank}"
@@ -355,14 +355,10 @@ def not_shared(root: Path) -> None:
     assert not t.is_rank_0 or not list(here.iterdir())  # rank 0 looks: it goes on to save there
     native.save_step(root / "node0", 1, full_entries(), {}) if t.is_rank_0 else None
     t.wait()
-    with pytest.raises(
-        UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"
-    ):
-        loading.load_checkpoint(here, blank(mine(t)), team=t)
     if t.rank:
         native.save_step(here, 1, full_entries(1), {})
     t.wait()
-    with pytest.raises(UserError, match="rank 1 sees another"):
+    with pytest.raises(UserError, match="two different steps iter_0000001"):
         loading.load_checkpoint(here, blank(mine(t)), team=t)
     if t.rank:
         shutil.rmtree(here)

@@ -206,7 +206,15 @@ def test_a_step_that_cannot_be_opened_is_not_damaged(
 
     monkeypatch.setattr(Path, "lstat", no_rights)
     assert str(folder / manifests.MANIFEST) in error_of(lambda: steps.latest(tmp_path), IO)
-    assert publish.prune_steps(tmp_path, 2, 1, None, None) == []
+    assert prune(tmp_path, 2) == []
+
+
+def prune(root: Path, newest: int) -> list[int]:
+    """Remove the steps before `newest` as --keep-last 1 does, and return them."""
+    damaged = publish.damaged_steps(root, newest)
+    removed = publish.steps_to_remove(root, newest, 1, None, None, damaged)
+    publish.remove_steps(root, removed)
+    return removed
 
 
 @pytest.mark.fault("F11")
@@ -271,9 +279,9 @@ def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path
     for step in (5, 10, 12, 15):
         write_step(tmp_path, step)
     flip_bit(steps.step_folder(tmp_path, 15) / "rank_00000.safetensors", 8 * 700)
-    assert publish.prune_steps(tmp_path, 12, 1, None, None) == [10, 5]
+    assert prune(tmp_path, 12) == [10, 5]
     assert steps.list_steps(tmp_path) == [15, 12]
-    assert publish.prune_steps(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
+    assert prune(tmp_path, 15) == [12]  # once 15 is written anew
 
 
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:

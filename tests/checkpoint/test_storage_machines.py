@@ -105,7 +105,8 @@ def uploaders(folder: Path, step: int) -> list[upload.Uploader]:
             for n in (0, 1)
         }
         (root / f"iter_{step:07d}.tmp" / f"rank_{1 - rank:05d}.safetensors").unlink()
-        publish.commit(root, step, content)
+        publish.add_manifest(root, step, content)
+        publish.give_name(root, step)
         out.append(upload.Uploader(root, [], Team(rank, 2), users))
         out[-1].saved = step
     return out

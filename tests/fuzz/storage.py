@@ -345,7 +345,10 @@ class World:
         }
         here = {step: path.read_bytes() for step, path in before.items() if path.exists()}
         try:
-            return publish.prune_steps(root, newest, keep, None, None)
+            damaged = publish.damaged_steps(root, newest)
+            removed = publish.steps_to_remove(root, newest, keep, None, None, damaged)
+            publish.remove_steps(root, removed)
+            return removed
         finally:
             gone = set(here) - set(steps.list_steps(root))
             self.owed -= {
@@ -357,7 +360,7 @@ class World:
     def load(self, root: Path) -> int:
         expected, notes, events = self.tracked(), list[str](), sum(self.events.values())
 
-        def use(location: steps.StepLocation) -> steps.StepLocation:
+        def use(location: steps.StepLocation, _: object) -> steps.StepLocation:
             manifest = manifests.verify_step(location.folder, full=True)
             for name, file in manifest.items():
                 with manifests.VerifiedReader(location.folder / name, file) as reader:

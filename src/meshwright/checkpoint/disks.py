@@ -26,9 +26,10 @@ DISK = ".disk"
 
 def disk_of(root: Path) -> str:
     """Return the name of the disk that a run's folder is on; "" if machines share the folder."""
+    path = root / DISK
     try:
-        name = read_small(root / DISK, 100).decode(errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError, UnfitFile):
+        name = read_small(path, 100).decode(errors="replace").strip() if path.exists() else ""
+    except UnfitFile:
         return ""
     return name if re.fullmatch("[0-9a-f]{1,64}", name) else ""
 
@@ -40,12 +41,12 @@ def name_disk(root: Path) -> None:
             file.write(f"{uuid.uuid4().hex}\n")
 
 
-def place_of(root: Path) -> str:
+def own_place(root: Path) -> str:
     """Return where the files of this machine's ranks are: machine, folder and disk."""
     return f"{socket.gethostname()}:{root.resolve()}#{disk_of(root)}"
 
 
-def shown(place: str) -> str:
+def readable(place: str) -> str:
     """Return a place as people write it, machine and folder."""
     return place.rpartition("#")[0]
 
@@ -62,8 +63,8 @@ def not_here(path: Path, place: str) -> UserError:
     """Return the error for a file that only a machine that is not at hand has."""
     run = path.parent.parent
     return UserError(
-        f"{path} is on the disk of {shown(place)}; bring all parts together with "
-        f"`meshwright collect {run} --from {shown(place)}`",
+        f"{path} is on the disk of {readable(place)}; bring all parts together with "
+        f"`meshwright collect {run} --from {readable(place)}`",
         BAD_DATA,
     )
 
@@ -73,5 +74,5 @@ def list_elsewhere(folder: Path, manifest: Mapping[str, File]) -> dict[str, list
     found: dict[str, list[str]] = {}
     for name, file in sorted(manifest.items()):
         if is_elsewhere(folder / name, file.place):
-            found.setdefault(shown(file.place), []).append(name)
+            found.setdefault(readable(file.place), []).append(name)
     return found

@@ -18,7 +18,7 @@ from meshwright.checkpoint import averages, manifests, mirror, native, publish, 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.formats import all_formats
-from meshwright.checkpoint.machines import Machines, joined
+from meshwright.checkpoint.machines import RunMachines, joined
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
@@ -58,7 +58,7 @@ Accept = Callable[[Source], Source]
 Report = Callable[[str], None]
 Search = tuple[StepLocation | None, list[str]]  # and the notes to print
 # Uses a step, which may be on the disks of several machines.
-Use = Callable[[StepLocation, Machines | None], T]
+Use = Callable[[StepLocation, RunMachines | None], T]
 
 
 # Find
@@ -86,7 +86,7 @@ def first_of(
     team: Team,
     report: Report,
     sizes: bool,
-    machines: Machines | None,
+    machines: RunMachines | None,
 ) -> tuple[T | None, list[PassedStep]]:
     def find(below: int | None = None) -> Search:
         if machines is not None:
@@ -182,7 +182,7 @@ def open_step(
     options: OpenOptions = PLAIN,
     team: Team = ALONE,
     opened: Source | None = None,
-    machines: Machines | None = None,
+    machines: RunMachines | None = None,
 ) -> Source:
     """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
     source = (
@@ -199,7 +199,7 @@ def open_step(
 
 
 def open_own(
-    location: StepLocation, options: OpenOptions, team: Team, machines: Machines | None
+    location: StepLocation, options: OpenOptions, team: Team, machines: RunMachines | None
 ) -> native.NativeSource:
     source = native.open_native(location.folder, location.step, options.verify, team, machines)
     source.root = location.root
@@ -264,7 +264,7 @@ def load_checkpoint(
     a checkpoint that this process has opened before: another program's is not opened again.
     """
 
-    def use(location: StepLocation, machines: Machines | None) -> LoadedStep:
+    def use(location: StepLocation, machines: RunMachines | None) -> LoadedStep:
         def open_at(location: StepLocation) -> Source:
             return open_together(location, options, team, opened, machines)
 
@@ -324,7 +324,7 @@ def open_together(
     options: OpenOptions,
     team: Team,
     opened: Source | None = None,
-    machines: Machines | None = None,
+    machines: RunMachines | None = None,
 ) -> Source:
     """Open a step on all ranks, which must see the same files, or have them on their `machines`.
 

@@ -9,9 +9,10 @@ has from there, and the rest from the machine that has it, with the same checksu
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from meshwright.base.runs.rows import METRICS, find_last_step
 from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import disks, manifests, steps
 from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, Manifest
-from meshwright.checkpoint.steps import NATIVE, OUR_STEP, StepLocation, step_folder
+from meshwright.checkpoint.steps import NATIVE, OUR_STEP, TRACKER, StepLocation, step_folder
 from meshwright.runtime.ranks.remote_files import Address, FileServer, RemoteFiles
 from meshwright.runtime.ranks.team import Team
 
@@ -49,7 +50,7 @@ class Listed(NamedTuple):
 
 
 @dataclass
-class Machines:
+class RunMachines:
     """The machines of a run, of which each has a folder of its own."""
 
     root: Path
@@ -95,8 +96,18 @@ class Machines:
         return self.holders.get(f"{folder.name}/{name}", [])
 
     def add_holders(self, folder: Path, holders: dict[str, list[int]]) -> None:
-        """Note who serves the files that this rank needs of a step."""
+        """Note who serves files of a step."""
         self.holders |= {f"{folder.name}/{name}": ranks for name, ranks in holders.items()}
+
+    def deal_holders(self, folder: Path, names: Iterable[str], team: Team) -> None:
+        """Learn from rank 0 who serves the files that this rank needs of a step."""
+        wanted = team.collect(lambda: list(names))
+        self.add_holders(
+            folder,
+            team.deal(
+                lambda: [{name: self.holders_of(folder, name) for name in own} for own in wanted]
+            ),
+        )
 
     def share_holders(self, team: Team) -> None:
         """Tell every rank who has which file, for steps that every rank opens by itself."""
@@ -121,39 +132,42 @@ class Machines:
         for name in names:
             parts = {rank: one.steps[name] for rank, one in listed.items() if name in one.steps}
             # Of two steps with one number, one was left incomplete when a run fell back.
-            for seal in sorted({part.seal for part in parts.values()}):
-                same = {rank: part for rank, part in parts.items() if part.seal == seal}
-                if self.is_complete(name, same, len(listed)):
-                    break
+            seals = sorted({part.seal for part in parts.values()})
+            same = [{r: part for r, part in parts.items() if part.seal == seal} for seal in seals]
+            complete = [each for each in same if self.is_complete(name, each, len(listed))]
+            if len(complete) > 1:
+                raise bad_data(
+                    f"the machines hold two different steps {name} in {self.root}, and both are complete; move the "
+                    "one that is not meant to another folder"
+                )
+            if complete:
+                self.accept(name, complete[0])
 
     def is_complete(self, name: str, parts: dict[int, StepFiles], machines: int) -> bool:
-        """Return whether these machines have all files of a step, and note where, or what lacks."""
+        """Return whether these machines have all files of a step, and note what is lacking."""
         step = int(name.removeprefix("iter_"))
-        holders: dict[str, list[int]] = {}
-        for rank, part in sorted(parts.items()):
-            for file in part.names:
-                holders.setdefault(file, []).append(rank)
-
-        # All have the manifest.
         path, raw = self.read_manifest(name, parts)
         manifest = manifests.parse_manifest(raw, path)
+        holders = holders_of_parts(parts)
         lacking = {n: file.place for n, file in manifest.items() if n not in holders}
         if lacking:
-            self.problems[step] = describe_lack(lacking)
-            return False
-        if path.name == HIDDEN and min(map(len, holders.values())) < machines:
+            self.problems[step] = name_lacking(lacking)
+        elif path.name == HIDDEN and min(map(len, holders.values())) < machines:
             self.problems[step] = (
                 "it has Megatron's format, whose readers need all files on each machine; bring them together "
                 "with `meshwright collect`"
             )
-            return False
+        else:
+            return True
+        return False
 
-        self.problems.pop(step, None)
+    def accept(self, name: str, parts: dict[int, StepFiles]) -> None:
+        """Note who has the files of a complete step."""
+        self.problems.pop(int(name.removeprefix("iter_")), None)
         self.complete[name] = next(iter(parts.values())).seal
-        self.add_holders(self.root / name, holders)
-        if not self.has_own(name):
-            self.keep_manifest(path, raw)
-        return True
+        self.add_holders(self.root / name, holders_of_parts(parts))
+        if self.rank not in parts:
+            self.keep_manifest(*self.read_manifest(name, parts))
 
     def read_manifest(self, name: str, parts: dict[int, StepFiles]) -> tuple[Path, bytes]:
         """Return path and bytes of a step's manifest, which may be on another machine."""
@@ -236,14 +250,23 @@ def locate(root: Path, step: int) -> StepLocation:
     return StepLocation(kind, folder, step, root)
 
 
-def describe_lack(lacking: dict[str, str]) -> str:
+def holders_of_parts(parts: dict[int, StepFiles]) -> dict[str, list[int]]:
+    """Return the ranks that serve each file of a step."""
+    holders: dict[str, list[int]] = {}
+    for rank, part in sorted(parts.items()):
+        for file in part.names:
+            holders.setdefault(file, []).append(rank)
+    return holders
+
+
+def name_lacking(lacking: dict[str, str]) -> str:
     """Say whose files of a step no machine has."""
     by_place: dict[str, list[str]] = {}
     for name, place in sorted(lacking.items()):
         by_place.setdefault(place, []).append(name)
     parts = []
     for place, names in by_place.items():
-        whose = f"the part of {disks.shown(place)}" if place else "a part"
+        whose = f"the part of {disks.readable(place)}" if place else "a part"
         some = ", ".join(names[:FILES_NAMED]) + ", ..." * (len(names) > FILES_NAMED)
         parts.append(f"{whose} ({some})")
     verb = "is" if len(parts) == 1 else "are"
@@ -251,7 +274,7 @@ def describe_lack(lacking: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def joined(path: Path, team: Team) -> Iterator[Machines | None]:
+def joined(path: Path, team: Team) -> Iterator[RunMachines | None]:
     """Let each machine serve its steps to the others; None if all ranks see one folder.
 
     All ranks call this together, and what they do in the block ends together on all of them.
@@ -289,7 +312,7 @@ def joined(path: Path, team: Team) -> Iterator[Machines | None]:
         addresses = team.run_on_rank_0(lambda: {rank: one.address for rank, one in listed.items()})
         where = {int(rank): (address[0], address[1]) for rank, address in addresses.items()}
         files = stack.enter_context(contextlib.closing(RemoteFiles(where, key)))
-        machines = Machines(root, team.rank, first, files, ranks, listed=listed)
+        machines = RunMachines(root, team.rank, first, files, ranks, listed=listed)
 
         def compare() -> dict[str, str]:
             machines.compare()
@@ -306,8 +329,16 @@ def merge_first(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def what_is_seen(root: Path) -> str:
-    """Return what differs between machines that do not share a folder: its disk, or its steps."""
-    return disks.disk_of(root) or " ".join(["steps", *map(str, steps.list_steps(root))])
+    """Return what differs between machines that do not share a folder: its disk, or its tracker.
+
+    The folder is not listed, as all ranks of a run would do so at once.
+    """
+    if disk := disks.disk_of(root):
+        return disk
+    with contextlib.suppress(OSError):
+        status = os.stat(root / TRACKER)
+        return f"{status.st_size} {status.st_mtime_ns}"
+    return ""
 
 
 def list_files(root: Path) -> dict[str, StepFiles]:

@@ -27,7 +27,7 @@ from meshwright.checkpoint import disks
 from meshwright.runtime.ranks.team import Team
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.machines import Machines
+    from meshwright.checkpoint.machines import RunMachines
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end
@@ -209,7 +209,7 @@ def files_here(folder: Path, manifest: Manifest) -> Manifest:
 Share = list[tuple[str, int, int, str]]
 
 
-def verify_together(folder: Path, team: Team, machines: Machines | None = None) -> None:
+def verify_together(folder: Path, team: Team, machines: RunMachines | None = None) -> None:
     """Check every byte of a step; rank 0 reads the manifest, and each rank hashes its share.
 
     Of a step on the disks of several machines, the first rank of each hashes what it has.
@@ -290,7 +290,7 @@ class VerifiedReader:
         file: File | FilePart,
         ahead: Iterable[int] = (),
         last: Chunks | None = None,
-        machines: Machines | None = None,
+        machines: RunMachines | None = None,
     ) -> None:
         self.path = path
         self.file = file
@@ -405,7 +405,7 @@ def read_json(
     manifest: Mapping[str, File | FilePart],
     name: str,
     limit: int = JSON_LIMIT,
-    machines: Machines | None = None,
+    machines: RunMachines | None = None,
 ) -> Any:
     """Read a JSON file of a step, verified."""
     path = folder / name

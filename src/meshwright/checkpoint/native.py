@@ -51,7 +51,7 @@ from meshwright.runtime.ranks.team import ALONE, Team
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.checkpoint.machines import Machines
+    from meshwright.checkpoint.machines import RunMachines
 
 # Types under safetensors' names: torch's name, and the bytes of an element.
 _DTYPES = {
@@ -441,7 +441,7 @@ class NativeSource(Source):
 
     manifest: Mapping[str, File | FilePart] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
-    machines: Machines | None = None  # if its files are on the disks of several
+    machines: RunMachines | None = None  # if its files are on the disks of several
 
     @functools.cached_property
     def index(self) -> tuple[dict[str, TensorInfo], StoredBoxes]:
@@ -471,17 +471,12 @@ class NativeSource(Source):
         """Keep what this rank needs to read the boxes it wants; rank 0 knows what all want."""
         if team.size == 1:
             return
-        boxes, files = team.deal(
-            lambda: deal_boxes(
-                self.index[1], self.manifest, wanted.boxes, self.folder, self.machines
-            )
-        )
-        self.manifest = {
-            name: FilePart(size, dict(digests)) for name, (size, digests, _) in files.items()
-        }
+        boxes, files = team.deal(lambda: deal_boxes(self.index[1], self.manifest, wanted.boxes))
         if self.machines is not None:
-            holders = {name: ranks for name, (_, _, ranks) in files.items()}
-            self.machines.add_holders(self.folder, holders)
+            self.machines.deal_holders(self.folder, files, team)
+        self.manifest = {
+            name: FilePart(size, dict(digests)) for name, (size, digests) in files.items()
+        }
         kinds = {name: (len(info.shape), NAMES[info.dtype]) for name, info in self.tensors.items()}
         self.index = (
             self.index[0],
@@ -494,7 +489,7 @@ def open_native(
     step: int,
     verify: str = "read",
     team: Team = ALONE,
-    machines: Machines | None = None,
+    machines: RunMachines | None = None,
 ) -> NativeSource:
     """Open a step: rank 0 reads it, and the others learn its settings, state and tensors.
 
@@ -559,12 +554,8 @@ def deal_boxes(
     stored: StoredBoxes,
     manifest: Mapping[str, File | FilePart],
     wanted: Sequence[Rows],
-    folder: Path,
-    machines: Machines | None = None,
 ) -> list[Any]:
     """Return for each rank the stored boxes that meet the ones it wants, and their files' digests.
-
-    If the files are on several machines, it also returns the ranks that serve each.
 
     Tensor by tensor, the boxes that all ranks want are compared with all that are stored at once.
     """
@@ -595,9 +586,7 @@ def deal_boxes(
             chunks[rank].setdefault(file, set()).update(touched)
 
     def part_of(name: str, numbers: set[int]) -> list[Any]:
-        digests = [(n, manifest[name].digest(n)) for n in sorted(numbers)]
-        holders = machines.holders_of(folder, name) if machines is not None else []
-        return [manifest[name].size, digests, holders]
+        return [manifest[name].size, [(n, manifest[name].digest(n)) for n in sorted(numbers)]]
 
     return [
         [
@@ -683,7 +672,7 @@ def read_pieces(
     stored: StoredBoxes,
     want: TensorBoxes,
     last: manifests.Chunks,
-    machines: Machines | None = None,
+    machines: RunMachines | None = None,
 ) -> Iterator[Pair]:
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}
@@ -701,7 +690,7 @@ def read_file(
     file: File | FilePart,
     copies: list[BoxCopy],
     last: manifests.Chunks,
-    machines: Machines | None = None,
+    machines: RunMachines | None = None,
 ) -> Iterator[Pair]:
     """Yield the pieces of one file from its beginning to its end."""
     import torch
@@ -779,7 +768,7 @@ def plan_copies(
 
 
 def read_index(
-    folder: Path, manifest: Mapping[str, File | FilePart], machines: Machines | None = None
+    folder: Path, manifest: Mapping[str, File | FilePart], machines: RunMachines | None = None
 ) -> tuple[dict[str, TensorInfo], StoredBoxes]:
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX

@@ -68,7 +68,7 @@ def write_step(
     root = Path(root)
     is_first = is_first_user(users, team)
     # Where a file is, for those who look for it on another machine; object storage has all of them.
-    place = disks.place_of(run or root) if are_on_own_disks(run or root, users) else ""
+    place = disks.own_place(run or root) if are_on_own_disks(run or root, users) else ""
     folder = root / f"iter_{step:07d}.tmp"
     explained = explain_failures(run or root, step, bytes_needed)
     crash_point("begin")

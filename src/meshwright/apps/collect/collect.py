@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwright.base.console import show
 from meshwright.base.errors import BAD_DATA, UNAVAILABLE, UserError
-from meshwright.base.files import replacing, sync
+from meshwright.base.files import sync
 from meshwright.base.progress import progress_bar
 from meshwright.base.runs.rows import METRICS
 from meshwright.checkpoint import disks, manifests, owner, publish, steps
@@ -54,7 +54,7 @@ def places_of(run: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def read_source(text: str) -> Source:
+def read_source(text: str) -> RunFolder:
     """Return the source that HOST:DIR or DIR names."""
     host, colon, folder = text.partition(":")
     if not colon or "/" in host or Path(text).is_dir():
@@ -67,7 +67,7 @@ def read_source(text: str) -> Source:
 # Where parts come from
 
 
-class Source(ABC):
+class RunFolder(ABC):
     """A folder of the run, here or on another machine."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Source(ABC):
 
 
 @dataclass
-class LocalFolder(Source):
+class LocalFolder(RunFolder):
     folder: Path
 
     def list_names(self) -> list[str]:
@@ -97,7 +97,7 @@ class LocalFolder(Source):
 
 
 @dataclass
-class RemoteFolder(Source):
+class RemoteFolder(RunFolder):
     host: str
     folder: str
 
@@ -163,7 +163,7 @@ def unpack(stream: object, names: set[str], target: Path) -> None:
 # What is taken
 
 
-def take(run: Path, source: Source) -> None:
+def take(run: Path, source: RunFolder) -> None:
     """Take from a source what the steps here lack, and whole steps that are not here."""
     stage = run / STAGE
     shutil.rmtree(stage, ignore_errors=True)
@@ -178,7 +178,7 @@ def take(run: Path, source: Source) -> None:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def take_records(run: Path, source: Source, names: list[str]) -> None:
+def take_records(run: Path, source: RunFolder, names: list[str]) -> None:
     """Take the settings, the log and the vocabulary, if this machine has none of its own."""
     lacking = [name for name in names if not (run / name.partition("/")[0]).exists()]
     source.copy(lacking, run / STAGE)
@@ -187,7 +187,7 @@ def take_records(run: Path, source: Source, names: list[str]) -> None:
             (run / STAGE / name).rename(run / name)
 
 
-def take_step(run: Path, source: Source, name: str) -> None:
+def take_step(run: Path, source: RunFolder, name: str) -> None:
     """Take the files of a step that are there and not here."""
     staged, here = run / STAGE / name, run / name
     try:
@@ -246,7 +246,7 @@ def lacking_places(run: Path, step: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, file in sorted(manifests.read_manifest(folder).items()):
         if not (folder / name).exists():
-            found.setdefault(disks.shown(file.place) or "this machine", []).append(name)
+            found.setdefault(disks.readable(file.place) or "this machine", []).append(name)
     return found
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.checkpoint.background import Background
-    from meshwright.checkpoint.machines import Machines
+    from meshwright.checkpoint.machines import RunMachines
     from meshwright.checkpoint.sources import TensorBoxes
     from meshwright.checkpoint.steps import StepLocation
     from meshwright.config.schema import Checkpoint, TrainConfig
@@ -217,7 +217,7 @@ class Saver:
             files_of_rank: dict[str, publish.Produce] = {}
 
             # Each of Megatron's files has the part of one tensor and pipeline rank.
-            def lay_out(machines: Machines | None) -> int:
+            def lay_out(machines: RunMachines | None) -> int:
                 if at("replicas", "shard", "cp"):  # another rank writes this one's file
                     return 0
                 folder = steps.step_folder(parts, step)
@@ -333,7 +333,7 @@ class Saver:
 
         target, run = Path(c.save_hf), Path(self.folder)
 
-        def write(location: StepLocation, machines: Machines | None) -> None:
+        def write(location: StepLocation, machines: RunMachines | None) -> None:
             source = loading.open_step(location, machines=machines)
             for note in huggingface_writer.write_huggingface(
                 source, target, tokenizer=tokenizer, run=run, again=is_continued(c)

@@ -1,0 +1,251 @@
+"""Machines with a disk of their own each: every rank sees the folder of its machine alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import on_ranks
+from helpers import TINY_FLAGS, blank, box_elements, flip_bit, hold_equal, random_boxes, read_losses
+from meshwright.base import console
+from meshwright.base.errors import BAD_DATA, IO, UserError
+from meshwright.checkpoint import averages, loading, machines, manifests, native, publish, steps
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.native import BoxedTensor
+from meshwright.runtime.ranks.remote_files import FileServer, RemoteFiles
+from meshwright.runtime.ranks.team import Team
+from on_ranks import make_team, run_ranks, train_on_ranks
+
+SHAPES = {"h.0.attn.qkv.weight": (24, 10), "wte.weight": (37, 8), "ln_f.weight": (8,)}
+Places = Sequence[int]  # the machine of each rank
+
+
+def team() -> Team:
+    console.set_stream("stdout" if dist.get_rank() == 0 else None)
+    return make_team()
+
+
+def disk(root: Path, machine: int) -> Path:
+    return root / f"machine{machine}" / "run"
+
+
+def part(team: Team, step: int, seed: int = 0) -> dict[str, BoxedTensor]:
+    """Return a rank's boxes of tensors that all ranks together hold once, by the step's numbers."""
+    out = {}
+    for n, (name, shape) in enumerate(SHAPES.items()):
+        full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1000 * step + n
+        cuts = random.Random(f"{seed} {name}")
+        boxes = [box for box in random_boxes(shape, cuts) if cuts.randrange(team.size) == team.rank]
+        elements = box_elements(full, boxes) if boxes else full.new_empty(0)
+        out[name] = BoxedTensor(shape, boxes, elements)
+    return out
+
+
+def save(here: Path, step: int, users: publish.Users) -> None:
+    state = {"iteration": step}
+    native.save_step(here, step, part(team(), step), state, {}, team=team(), users=users)
+
+
+def load(path: Path, seed: int = 0, **options: Any) -> int | None:
+    """Load into boxes that are cut anew, and check every number; return the step."""
+    wanted = part(team(), 0, seed)
+    filled = blank(wanted)
+    loaded = loading.load_checkpoint(path, filled, options=OpenOptions(**options), team=team())
+    if loaded is None:
+        return None
+    step = loaded.state["iteration"]
+    assert loaded.step == step and hold_equal(part(team(), step, seed), filled)
+    return step
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the message of the error, which all ranks raise."""
+    with pytest.raises(UserError) as caught:
+        call()
+    team().wait()
+    return str(caught.value)
+
+
+def on_own_disks(root: Path) -> None:
+    manifests.CHUNK = 256
+    t = team()
+    here = disk(root, t.rank // 2)
+    users = publish.find_users(here, t)
+    assert users == (0, 0, 2, 2)
+    publish.check_writable(here, 1, t, users=users)
+    for step in (1, 2):
+        save(here, step, users)
+
+    # Each machine has its ranks' files, and the small ones that describe all.
+    files = {path.name for path in (here / "iter_0000002").iterdir()}
+    ranks = {f"rank_{rank:05d}.safetensors" for rank in (0, 1, 2, 3) if users[rank] == users[t.rank]}
+    assert files == ranks | {"manifest.json", "index.json", "state.json", "config.json"}
+    assert (here / steps.TRACKER).read_text() == "2"
+
+    # In the same layout nothing is read from the other machine, but in others much is.
+    read = list[str]()
+    original = RemoteFiles.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteFiles, "read", lambda self, *a: (read.append(a[1]), original(self, *a)))
+        assert load(here) == 2 and not read
+        for seed in (1, 2, 3):
+            assert load(here, seed, verify="full" if seed == 1 else "read") == 2
+        assert any(t.gather(len(read)))
+
+    # Machines that have changed places, and a third one without anything, which is rank 0's.
+    swapped = disk(root, 1 - t.rank // 2)
+    assert load(swapped) == 2 and load(swapped, 1) == 2
+    third = disk(root, (2, 1, 0, 2)[t.rank])
+    assert load(third, 2) == 2
+    assert t.rank or steps.list_steps(third) == [2, 1]
+
+    # The mean of two steps; a named step.
+    options = OpenOptions(average_last=2, optimizer=False)
+    mean = blank(part(t, 0, 5))
+    loading.load_checkpoint(here / "iter_0000002", mean, options=options, team=t)
+    expected = {n: x._replace(tensor=x.tensor + 1500) for n, x in part(t, 0, 5).items()}
+    assert hold_equal(expected, mean)
+    assert load(here / "iter_0000001") == 1
+
+    # Steps are removed from all disks or none.
+    damaged = t.rank == 2
+    if damaged:
+        os.truncate(here / "iter_0000001" / "rank_00002.safetensors", 3)
+    t.wait()
+    found = t.gather(publish.damaged_steps(here, 3) if t.rank in (0, 2) else [])
+    assert found == [[], [], [1], []]
+
+
+def test_each_machine_keeps_its_part_and_any_layout_reads_all(tmp_path: Path) -> None:
+    run_ranks(on_own_disks, 4, tmp_path)
+
+
+def parts_lost(root: Path) -> None:
+    manifests.CHUNK = 256
+    t = team()
+    here = disk(root, t.rank // 2)
+    users = publish.find_users(here, t)
+    for step in (1, 2):
+        save(here, step, users)
+    lost = disk(root, 1) / "iter_0000002" / "rank_00003.safetensors"
+
+    # A byte that differs on the other machine is found by those who read it there.
+    if t.is_rank_0:
+        flip_bit(lost, 8 * 700)
+    t.wait()
+    assert load(here, 1) == 1
+    if t.is_rank_0:
+        flip_bit(lost, 8 * 700)
+        lost.rename(root / "lost")
+    t.wait()
+
+    # Without the file the step is passed over; who names the step is told whose part is lost.
+    assert load(here) == 1
+    place = rf"{os.uname().nodename}:{disk(root, 1)}"
+    message = error_of(lambda: load(here / "iter_0000002"))
+    assert f"the part of {place} (rank_00003.safetensors)" in message
+
+    # A step that is not complete may be written again.
+    save(here, 2, users)
+    assert load(here, 1) == 2
+    assert t.gather((here / "iter_0000002.damaged").exists()) == [True] * 4
+    message = error_of(lambda: save(here, 2, users))
+    assert "never overwritten" in message
+
+    # Without a machine no step is complete, and no run starts anew.
+    away = disk(root, 7 if t.rank > 1 else 0)
+    assert place in error_of(lambda: load(away))
+
+
+def test_a_lost_part_is_named_and_the_newest_complete_step_taken(tmp_path: Path) -> None:
+    run_ranks(parts_lost, 4, tmp_path)
+
+
+def killed(root: Path, who: int, moment: int) -> None:
+    """Save and remove steps, and end a rank when it reaches a point for the nth time."""
+    t = team()
+    here = disk(root, t.rank // 2)
+    users = publish.find_users(here, t)
+    save(here, 1, users)
+    reached = 0
+
+    def reach(name: str) -> None:
+        nonlocal reached
+        reached += 1
+        if t.rank == who and reached == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    publish.crash_point = reach
+    for step in (2, 3, 4):
+        save(here, step, users)
+        t.run_on_all(lambda: publish.remove_steps(here, [1]) if users[t.rank] == t.rank else None)
+
+
+def after_a_kill(root: Path) -> None:
+    """Find a complete step, save the next one, and find that."""
+    here = disk(root, team().rank // 2)
+    found = load(here, 1)
+    assert found in (1, 2, 3, 4)
+    trackers = team().gather((here / steps.TRACKER).read_text())
+    assert all(int(text) <= found for text in trackers), (found, trackers)
+    save(here, found + 1, publish.find_users(here, team()))
+    assert load(here) == found + 1
+
+
+def kill(root: Path, who: int, moment: int) -> None:
+    args = (killed, 4, str(root / "store"), (root, who, moment))
+    context = mp.start_processes(on_ranks._rank, args, 4, join=False, start_method="forkserver")
+    for process in context.processes:
+        process.join(60)
+    statuses = [process.exitcode for process in context.processes]
+    assert statuses[who] == -signal.SIGKILL and 0 not in statuses, statuses
+    run_ranks(after_a_kill, 4, root)
+
+
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize(("who", "moment"), [(0, 7), (2, 6), (3, 4)])
+def test_a_machine_is_lost_while_it_saves(tmp_path: Path, who: int, moment: int) -> None:
+    kill(tmp_path, who, moment)
+
+
+# The first rank of a machine reaches nine points in each save, and one where it removes a step.
+MOMENTS = [(who, n) for who in range(4) for n in range(1, 13 if who % 2 else 29)]
+
+
+@pytest.mark.long
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize(("who", "moment"), MOMENTS)
+def test_a_machine_is_lost_at_each_moment(tmp_path: Path, who: int, moment: int) -> None:
+    kill(tmp_path, who, moment)
+
+
+def test_only_files_of_steps_are_served_and_only_to_ranks(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "state.json").write_bytes(b"0123456789")
+    (tmp_path / "iter_0000001" / "link").symlink_to("/etc/passwd")
+    (tmp_path / "secret").write_bytes(b"secret")
+    key = b"k" * 32
+    server = FileServer(tmp_path, machines.SERVED, key)
+    files = RemoteFiles({0: server.address}, key)
+    data = bytearray(4)
+    files.read(0, "iter_0000001/state.json", 3, data)
+    assert data == b"3456"
+    for name in ("secret", "../secret", "iter_0000001/../secret", "iter_0000001/", "/etc/passwd"):
+        with pytest.raises(UserError, match="is not served"):
+            files.read(0, name, 0, data)
+    with pytest.raises(UserError, match="ends before byte 12"):
+        files.read(0, "iter_0000001/state.json", 8, data)
+    with pytest.raises(UserError) as caught:
+        RemoteFiles({0: server.address}, b"x" * 32).read(0, "iter_0000001/state.json", 0, data)
+    assert caught.value.status == IO
+    server.close()
