@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ import torch.multiprocessing as mp
 import on_ranks
 from helpers import TINY_FLAGS, blank, box_elements, flip_bit, hold_equal, random_boxes, read_losses
 from meshwright.base import console
-from meshwright.base.errors import BAD_DATA, IO, UserError
-from meshwright.checkpoint import averages, loading, machines, manifests, native, publish, steps
+from meshwright.base.errors import IO, UserError
+from meshwright.checkpoint import loading, machines, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor
 from meshwright.runtime.ranks.remote_files import FileServer, RemoteFiles
@@ -43,7 +42,11 @@ def part(team: Team, step: int, seed: int = 0) -> dict[str, BoxedTensor]:
     """Return a rank's boxes of tensors that all ranks together hold once, by the step's numbers."""
     out = {}
     for n, (name, shape) in enumerate(SHAPES.items()):
-        full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1000 * step + n
+        full = (
+            torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+            + 1000 * step
+            + n
+        )
         cuts = random.Random(f"{seed} {name}")
         boxes = [box for box in random_boxes(shape, cuts) if cuts.randrange(team.size) == team.rank]
         elements = box_elements(full, boxes) if boxes else full.new_empty(0)
@@ -53,7 +56,9 @@ def part(team: Team, step: int, seed: int = 0) -> dict[str, BoxedTensor]:
 
 def save(here: Path, step: int, users: publish.Users) -> None:
     state = {"iteration": step}
-    native.save_step(here, step, part(team(), step), state, {}, team=team(), users=users)
+    native.save_step(
+        here, step, part(team(), step), state, {}, team=team(), spread=publish.Spread(users)
+    )
 
 
 def load(path: Path, seed: int = 0, **options: Any) -> int | None:
@@ -88,7 +93,9 @@ def on_own_disks(root: Path) -> None:
 
     # Each machine has its ranks' files, and the small ones that describe all.
     files = {path.name for path in (here / "iter_0000002").iterdir()}
-    ranks = {f"rank_{rank:05d}.safetensors" for rank in (0, 1, 2, 3) if users[rank] == users[t.rank]}
+    ranks = {
+        f"rank_{rank:05d}.safetensors" for rank in (0, 1, 2, 3) if users[rank] == users[t.rank]
+    }
     assert files == ranks | {"manifest.json", "index.json", "state.json", "config.json"}
     assert (here / steps.TRACKER).read_text() == "2"
 
@@ -165,6 +172,28 @@ def parts_lost(root: Path) -> None:
     # Without a machine no step is complete, and no run starts anew.
     away = disk(root, 7 if t.rank > 1 else 0)
     assert place in error_of(lambda: load(away))
+
+
+def copied(root: Path) -> None:
+    manifests.CHUNK = 256
+    t = team()
+    here = disk(root, t.rank)
+    users = publish.find_users(here, t)
+    state = {"iteration": 1}
+    native.save_step(here, 1, part(t, 1), state, {}, team=t, spread=publish.Spread(users, 2))
+    assert len(list((here / "iter_0000001").glob("rank_*"))) == 2
+
+    # One machine is lost, and in the other copy of its part a byte differs.
+    there = disk(root, (0, 1, 2, 4)[t.rank])
+    assert load(there, 1) == 1
+    if t.is_rank_0:
+        flip_bit(disk(root, 2) / "iter_0000001" / "rank_00001.safetensors", 8 * 700)
+    t.wait()
+    assert load(disk(root, (3, 0, 1, 2)[t.rank]), 3) == 1
+
+
+def test_copies_on_other_machines_stand_in_for_a_lost_one(tmp_path: Path) -> None:
+    run_ranks(copied, 4, tmp_path)
 
 
 def test_a_lost_part_is_named_and_the_newest_complete_step_taken(tmp_path: Path) -> None:
@@ -249,3 +278,80 @@ def test_only_files_of_steps_are_served_and_only_to_ranks(tmp_path: Path) -> Non
         RemoteFiles({0: server.address}, b"x" * 32).read(0, "iter_0000001/state.json", 0, data)
     assert caught.value.status == IO
     server.close()
+
+
+# Whole runs
+
+SET_HERE = ("--train-iters", "--global-batch", "--micro-batch", "--max-position")
+FLAGS = (
+    [word for word in TINY_FLAGS if not word.startswith(SET_HERE)]
+    + "--micro-batch-size=1 --global-batch-size=8 --num-layers=4 --params-dtype=float64 --save-interval=3".split()
+)
+OWN = ["--save=run", "--load=run", "--lr-decay-iters=20"]
+
+
+class Machine:
+    """Moves each rank into the folder of its machine; can be sent to other processes."""
+
+    def __init__(self, root: Path, places: Places) -> None:
+        self.root = root
+        self.places = places
+
+    def __call__(self, rank: int) -> None:
+        folder = self.root / f"machine{self.places[rank]}"
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+
+
+def train(root: Path, places: Places, *flags: str) -> list[str]:
+    """Train with ranks on these machines; return what each prints."""
+    statuses = train_on_ranks(len(places), [*FLAGS, *OWN, *flags], root, Machine(root, places))
+    logs = [(root / f"log-{rank}").read_text() for rank in range(len(places))]
+    assert statuses == [0] * len(places), "\n".join(logs)
+    return logs
+
+
+def goes_on_exactly(root: Path, places: Places, moved: list[Places], layout: str) -> None:
+    """Compare the losses of a run that goes on at other places twice with those of a whole one."""
+    own, whole = root / "own", root / "whole"
+    own.mkdir()
+    whole.mkdir()
+    flags = layout.split()
+    train(whole, [0] * len(places), "--train-iters=9", *flags)
+    log = train(own, places, "--train-iters=3", *flags)[0]
+    assert f"{len({*places})} machines have disks of their own" in log
+    for steps_done, there in zip((3, 6), moved, strict=True):
+        log = train(own, there, f"--train-iters={steps_done + 3}", *flags)[0]
+        assert f"resuming at step {steps_done}" in log
+    # Rank 0 has taken its records along.
+    assert read_losses(disk(own, moved[-1][0])) == read_losses(disk(whole, 0))
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_exactly_on_machines_that_changed_places(tmp_path: Path) -> None:
+    goes_on_exactly(tmp_path, [0, 1], [[1, 0], [1, 0]], "--tensor-model-parallel-size=2")
+
+
+@pytest.mark.long
+def test_a_machine_joins_that_has_nothing_of_the_run(tmp_path: Path) -> None:
+    """It is rank 0's, and takes the architecture from what the others hold."""
+    goes_on_exactly(tmp_path, [0, 0, 1, 1], [[2, 0, 1, 1], [2, 0, 1, 2]], "--zero-stage=1")
+
+
+LAYOUTS = [
+    "",
+    "--zero-stage=1 --async-save",
+    "--zero-stage=3",
+    "--tensor-model-parallel-size=2 --sequence-parallel",
+    "--pipeline-model-parallel-size=2 --zero-stage=2",
+    "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=2",
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("number", [2, 4])
+def test_layouts_go_on_exactly_on_own_disks(tmp_path: Path, number: int, layout: str) -> None:
+    places = [rank // 2 for rank in range(2 * number)]
+    moved = [(place + 1) % number for place in places]
+    goes_on_exactly(tmp_path, places, [places, moved], layout)

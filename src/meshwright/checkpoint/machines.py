@@ -10,24 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base.errors import IO, UserError, bad_data
 from meshwright.base.files import replacing
 from meshwright.base.runs.rows import METRICS, find_last_step
 from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import disks, manifests, steps
-from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, Manifest
+from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, File, Manifest
 from meshwright.checkpoint.steps import NATIVE, OUR_STEP, TRACKER, StepLocation, step_folder
 from meshwright.runtime.ranks.remote_files import Address, FileServer, RemoteFiles
 from meshwright.runtime.ranks.team import Team
 
-SERVED = rf"metrics\.jsonl|log\.txt|{OUR_STEP}/(mp_rank_\d+(_\d+)?/)?\.?[A-Za-z0-9_][A-Za-z0-9_.-]*"
+if TYPE_CHECKING:
+    from meshwright.checkpoint.publish import Spread
+
+FILE = r"(mp_rank_\d+(_\d+)?/)?\.?[A-Za-z0-9_][A-Za-z0-9_.-]*"  # of a step
+SERVED = rf"metrics\.jsonl|log\.txt|{OUR_STEP}/{FILE}"
 RECORDS = (METRICS, "log.txt")
 FILES_NAMED = 3  # in a message about a step that is not complete
 
@@ -86,11 +91,12 @@ class RunMachines:
     def key_of(self, path: Path) -> str:
         return f"{path.parent.name}/{path.name}"
 
-    def read(self, path: Path, begin: int, data: bytearray) -> None:
+    def read(self, path: Path, begin: int, data: bytearray, attempt: int) -> None:
+        """Fill a buffer from a machine that has a file; another attempt asks another one."""
         key = self.key_of(path)
         # The ranks of a large run ask different machines, if several have the file.
         holders = self.holders[key]
-        self.files.read(holders[self.rank % len(holders)], key, begin, data)
+        self.files.read(holders[(self.rank + attempt) % len(holders)], key, begin, data)
 
     def holders_of(self, folder: Path, name: str) -> list[int]:
         return self.holders.get(f"{folder.name}/{name}", [])
@@ -321,6 +327,63 @@ def joined(path: Path, team: Team) -> Iterator[RunMachines | None]:
         # On rank 0 these are its own.
         machines.complete = team.run_on_rank_0(compare)
         yield machines
+
+
+def copy_parts(
+    folder: Path,
+    manifest: Manifest,
+    writers: Mapping[str, int],
+    spread: Spread,
+    team: Team,
+) -> None:
+    """Copy the files of a step that is being written to the next machines, verified.
+
+    So each is on `copies` machines, and of as many less one the disks may be lost. `writers` are
+    the first ranks of the machines that wrote the files.
+    """
+    first_ranks = sorted({*spread.users})
+    number = first_ranks.index(spread.users[team.rank])
+    key = bytes.fromhex(team.run_on_rank_0(lambda: secrets.token_hex(32)))
+    with contextlib.ExitStack() as stack:
+
+        def serve() -> dict[str, Address]:
+            if team.rank not in first_ranks:
+                return {}
+            name = re.escape(folder.name)
+            server = FileServer(folder.parent, rf"{name}/{FILE}", key)
+            return {str(team.rank): stack.enter_context(contextlib.closing(server)).address}
+
+        addresses = team.merge(team.run_on_all(serve), merge_first)
+        where = {int(rank): (address[0], address[1]) for rank, address in addresses.items()}
+        files = stack.enter_context(contextlib.closing(RemoteFiles(where, key)))
+
+        def copy() -> None:
+            if team.rank not in first_ranks:
+                return
+            for distance in range(1, min(spread.copies, len(first_ranks))):
+                source = first_ranks[number - distance]
+                for name, file in manifest.items():
+                    # Each machine has written the small files.
+                    if writers[name] == source and not (folder / name).exists():
+                        copy_file(files, source, folder / name, file)
+
+        team.run_on_all(copy)
+
+
+def copy_file(files: RemoteFiles, rank: int, path: Path, file: File) -> None:
+    """Copy a file of a step from another machine, and bring it to the disk."""
+    with open(path, "xb") as copy:
+        for index in range(file.chunks):
+            begin = index * manifests.CHUNK
+            data = bytearray(min(manifests.CHUNK, file.size - begin))
+            files.read(rank, f"{path.parent.name}/{path.name}", begin, data)
+            if manifests.sha256([data]) != file.digest(index):
+                raise UserError(
+                    f"{path}: what came from rank {rank} is not what it has written", IO
+                )
+            copy.write(data)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def merge_first(parts: list[dict[str, Any]]) -> dict[str, Any]:

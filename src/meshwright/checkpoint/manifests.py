@@ -369,8 +369,8 @@ class VerifiedReader:
         begin = index * CHUNK
         data = self._memory(min(CHUNK, self.file.size - begin))
         expected = self.file.digest(index)
-        for _ in range(1 if self.fd is not None else REMOTE_TRIES):
-            self._fill(data, begin)
+        for attempt in range(1 if self.fd is not None else REMOTE_TRIES):
+            self._fill(data, begin, attempt)
             if sha256([data]) == expected:
                 return data
         end = begin + len(data)
@@ -378,10 +378,10 @@ class VerifiedReader:
             f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
         )
 
-    def _fill(self, data: bytearray, begin: int) -> None:
+    def _fill(self, data: bytearray, begin: int, attempt: int) -> None:
         """Read into `data` what the file has from byte `begin` on."""
         if self.machines is not None and self.is_on_other:
-            self.machines.read(self.path, begin, data)
+            self.machines.read(self.path, begin, data, attempt)
             return
         if self.fd is None:
             objects, key = store.locate(self.path)

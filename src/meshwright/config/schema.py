@@ -1255,6 +1255,12 @@ class Checkpoint:
         docs="checkpoints",
         resume="free",
     )
+    save_copies: int = flag(
+        1,
+        "where nodes keep their parts on disks of their own: how many keep each (2: one may be lost)",
+        bound=">0",
+        needs="--save",
+    )
     save_overwrite: bool = flag(
         False,
         "start a new run, moving the one in --save and --run-dir aside",

@@ -94,6 +94,7 @@ class Saver:
         self.uploader: Uploader | None = None
         remote = [Path(path) for path in (c.save, c.run_dir) if path and address_of(path)]
         self.users = users  # of the folder of --save
+        self.spread = publish.Spread(users, c.save_copies)
         self.is_first = publish.is_first_user(users, team)
         if c.save and remote and self.is_first:
             self.uploader = Uploader(remote[0], remote[1:], team, users)
@@ -188,7 +189,15 @@ class Saver:
         if self.config.checkpoint.ckpt_format == "torch":
             self.write_for_megatron(Path(self.folder), step, named, state, settings, team)
         else:
-            native.save_step(self.folder, step, named, state, settings, team=team, users=self.users)
+            native.save_step(
+                self.folder,
+                step,
+                named,
+                state,
+                settings,
+                team=team,
+                spread=self.spread,
+            )
         remark(after, f"saved step {step:,}")
         self.tidy_and_send(step, best, team)
 
@@ -212,7 +221,14 @@ class Saver:
         try:
             publish.name_disks(parts, self.users, team)
             native.save_step(
-                parts, step, named, state, settings, team=team, run=root, users=self.users
+                parts,
+                step,
+                named,
+                state,
+                settings,
+                team=team,
+                run=root,
+                spread=publish.Spread(self.users),
             )
             files_of_rank: dict[str, publish.Produce] = {}
 
@@ -234,7 +250,7 @@ class Saver:
                     machines.share_holders(team)
                 size = team.run_on_all(lambda: lay_out(machines))
                 publish.write_step(
-                    root, step, files_of_rank, bytes_needed=size, team=team, users=self.users
+                    root, step, files_of_rank, bytes_needed=size, team=team, spread=self.spread
                 )
         finally:
             if self.is_first:
