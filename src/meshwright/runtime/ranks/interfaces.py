@@ -67,7 +67,7 @@ def describe_interfaces(address: str, port: int, backend: str) -> str:
 
 
 def nccl_names(chosen: str, names: list[str]) -> list[str]:
-    """Return the interfaces that NCCL takes: names that begin so; = makes them exact, ^ all others."""
+    """Return the interfaces that NCCL takes: names that begin so; = means exact ones, ^ others."""
     words = chosen.lstrip("^").removeprefix("=").split(",")
     is_exact = chosen.lstrip("^").startswith("=")
     is_named = [
