@@ -126,7 +126,7 @@ class Samples(FileSamples):
         documents = self.doc_idx[places]
 
         # Their tokens; a sample's first and last document are cut.
-        begins = indexed.begins(documents)
+        begins = indexed.pointers[documents] // indexed.pointers_per_token
         ends = begins + indexed.sizes[documents]
         ends[stops - 1] = begins[stops - 1] + end + 1
         begins[starts] += offset

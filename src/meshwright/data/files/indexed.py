@@ -364,10 +364,6 @@ class Indexed:
             return int(self.pointers[sequence]) // self.pointers_per_token
         return len(self.tokens)
 
-    def begins(self, sequences: Ints) -> Ints:
-        """Return `begin` of many sequences."""
-        return self.pointers[sequences] // self.pointers_per_token
-
     def document(self, number: int) -> Ints:
         first, end = self.doc_idx[number : number + 2].tolist()
         start = self.tokens_of(0, first)
