@@ -21,7 +21,7 @@ from meshwright.checkpoint import manifests, publish, steps
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Samples
 from meshwright.generation import templates
-from meshwright.runtime.ranks import connect
+from meshwright.runtime.ranks import connect, interfaces
 
 ROOT = Path(__file__).parents[1]
 
@@ -195,7 +195,7 @@ def test_the_store_of_one_machine_is_its_own(monkeypatch: pytest.MonkeyPatch) ->
     other = connect.connect_store("127.0.0.1", store.port, False, until, "rank 0")
     assert other.get("secret") == b"1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is set back
-    connect._choose_interface("127.0.0.1", store.port)
+    interfaces.choose_interface("127.0.0.1", store.port, "gloo")
     names = dict((name, number) for number, name in socket.if_nameindex())
     assert os.environ["GLOO_SOCKET_IFNAME"] in names and "lo" in os.environ["GLOO_SOCKET_IFNAME"]
 

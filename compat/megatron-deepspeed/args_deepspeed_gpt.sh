@@ -5,7 +5,8 @@
 #       [USE_FP16] [ACTIVATION_CHECKPOINT] [MICRO_BATCH] [GLOBAL_BATCH] [NUM_LAYER] [RUN_COMMIT] \
 #       [TRAIN_ITERS] [LOG_PERIOD] [CHECKPOINT_PATH] [VOCAB] [MERGE] [DATA] [--flag of train ...]
 #
-# The defaults are below. The log is kept in test_logs/RUN_COMMIT/NnGg/ beside this script, which
+# The defaults are below. A checkpoint of the benchmark before is moved to CHECKPOINT_PATH/replaced-N,
+# of which the last is kept. The log is kept in test_logs/RUN_COMMIT/NnGg/ beside this script, which
 # ends with the training's status. Environment: SAVE=false saves no checkpoint, MASTER_PORT is the
 # port on machine 0, USE_DEEPSPEED=false leaves out ds_config.json and ZeRO 1. Scripts that start
 # `deepspeed` find it here after: export PATH="$PWD/bin:$PATH"
@@ -122,3 +123,18 @@ log+=_mb${MICRO_BATCH}_gb${GLOBAL_BATCH}_${NNODES}n${GPUS_PER_NODE}g_$(date +%Y%
     printf '\n'
     "${command[@]}"
 } 2>&1 | tee -i "$log" # -i: after Ctrl-C the training still saves and says so
+
+# Of the benchmarks that were moved aside, the last one stays. Other trainings of this folder, which
+# have not both of these settings, are left alone. -t: the last one that was moved comes first.
+if $SAVE && [[ $NODE_RANK == 0 ]]; then
+    kept=""
+    while read -r folder; do
+        grep -qx 'save_interval = 10000' "$folder/config.toml" 2>/dev/null || continue
+        grep -q '^nvidia_smi_at = \[' "$folder/config.toml" || continue
+        if [[ -n $kept ]]; then
+            rm -rf -- "$folder"
+            echo "removed $folder, an earlier benchmark; $kept is kept"
+        fi
+        kept=${kept:-$folder}
+    done < <(ls -1dt "$CHECKPOINT_PATH"/replaced-* 2>/dev/null)
+fi

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import lzma
+import os
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,16 @@ def test_one_benchmark_after_the_other(place: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in (place / "checkpoints/in-a-row").glob("iter_*")] == [
         "iter_0000006"
     ]
+    folder = place / "checkpoints/in-a-row"
+    assert [path.name for path in folder.glob("replaced-*")] == ["replaced-1"]
+    # Of benchmarks the last that was moved aside stays, and every other training does.
+    for n, (age, text) in enumerate([(9, None), (8, "train_iters = 9"), (0, None)], 2):
+        (folder / f"replaced-{n}").mkdir()
+        config = folder / f"replaced-{n}/config.toml"
+        config.write_text(text or (folder / "config.toml").read_text())
+        os.utime(config.parent, (time.time() + 99 - age,) * 2)
+    assert shell(place, f"{NOTHING}bash {one}").count("removed checkpoints/in-a-row/replaced-") == 2
+    assert sorted(path.name for path in folder.glob("replaced-*")) == ["replaced-3", "replaced-4"]
     flags = flags_of(place, f"bash {one}", "export SAVE=false\n")
     assert "--save" not in flags and "checkpoints/in-a-row" not in flags
 

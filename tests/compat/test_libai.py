@@ -44,7 +44,8 @@ def clone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libai")
     for name in ("tools", "oneflow"):
         (folder / name).symlink_to(SYSTEM / name)
-    shutil.copytree(SYSTEM / "configs", folder / "configs")
+    for name in ("configs", "libai"):
+        shutil.copytree(SYSTEM / name, folder / name)
     for path in [*place.glob("gpt2-*"), *place.glob("my-gpt2_text_document.*")]:
         (folder / path.name).symlink_to(path)
     return folder
@@ -116,9 +117,7 @@ def test_oneflows_launcher(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.long
-@covers(
-    "benchmarks/run-libai", "benchmarks/libai-switch-off-saving", "benchmarks/libai-show-memory"
-)
+@covers("benchmarks/run-libai")
 def test_the_benchmark_under_its_launcher(clone: Path, tmp_path: Path) -> None:
     """Its folder of logs: LiBai's lines, memory after 6 steps, the config; nothing is saved."""
     (tmp_path / "bin").mkdir()
@@ -180,6 +179,41 @@ def test_stages_of_layers(tool: Any) -> None:
     assert "--pipeline-layout" not in flags_of(tool, [], str(path))[0]
 
 
+BENCHMARK = (
+    "logs/LibAI_gpt2_nl24_nah16_hs1024_FP16_actrue_mp1_pp1_mb2_gb2_1n1g_20261129_222413142312253"
+)
+# What OneAutoTest's script and its user give -> period of saving, steps after which memory is shown
+SAVED = {
+    f"train.output_dir={BENCHMARK} train.train_iter=220": ("", "99"),
+    f"train.output_dir={BENCHMARK} train.train_iter=6": ("", "6"),
+    f"train.output_dir={BENCHMARK} train.train_iter=6000": ("5000", "99"),
+    f"train.output_dir={BENCHMARK} train.train_iter=220 train.checkpointer.period=500": (
+        "500",
+        "99",
+    ),
+    "train.output_dir=gpt_20261129_222413142312253 train.train_iter=220": ("5000", ""),
+}
+
+
+@covers("benchmarks/libai-switch-off-saving", "benchmarks/libai-show-memory")
+@pytest.mark.parametrize("words", SAVED)
+def test_a_benchmark_needs_no_edits(
+    tool: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The edits of the document find their files, and change nothing."""
+    for name, edit in (("default", "switch-off-saving"), ("trainer", "show-memory")):
+        with Path(f"libai/engine/{name}.py").open("r+") as file:
+            assert file.readline().startswith("# Nothing is to be edited here")
+            file.write(block(f"benchmarks/libai-{edit}"))
+    found: list[str] = []
+    monkeypatch.setattr(tool, "main", lambda argv, spellings: found.extend(argv) or 0)
+    assert tool.train(["--config-file", CONFIG, *words.split()]) == 0
+    pairs = dict(zip(found, found[1:], strict=False))
+    wanted = SAVED[words]
+    assert (pairs.get("--save-interval", ""), pairs.get("--nvidia-smi-at", "")) == wanted
+    assert ("a benchmark saves no model" in capsys.readouterr().err) == (not wanted[0])
+
+
 CHANGES = {
     "train.amp.enabled=True": "--fp16 --initial-loss-scale 262144 --loss-scale-window 2000 --hysteresis 1",
     "train.zero_optimization.enabled=True train.zero_optimization.stage=2": "--zero-stage 2",
@@ -233,6 +267,7 @@ REFUSED = {
     "train.scheduler._target_=libai.scheduler.WarmupStepLR": "WarmupStepLR is refused; known are WarmupCosineLR,",
     "model._target_=libai.models.BertForPreTraining": "model._target_ BertForPreTraining is refused; known are GPT",
     "train.dist.pipeline_num_layers=12": "pipeline_num_layers 12 must be model.cfg.num_layers 24",
+    "train.evaluation.eval_after_n_epoch=1": "refused: give steps: train.checkpointer.period",
     "dataloader.train.dataset[0].mask=1": "dataloader.train.dataset: mask is no setting here",
     "dataloader.train.dataset[3].seed=1": "no table dataloader.train.dataset.3",
 }

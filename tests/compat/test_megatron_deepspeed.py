@@ -122,6 +122,19 @@ def test_from_the_downloads_to_the_data(place: Path, tmp_path: Path) -> None:
     assert not list(inside.glob("meg-gpt2*"))
 
 
+def test_the_links_of_the_page(tmp_path: Path) -> None:
+    """With its links the document's `mv` finds the files."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets/gpt2-vocab.json").touch()
+    (tmp_path / "meshwright/compat/megatron-deepspeed").mkdir(parents=True)
+    page = (ROOT / "docs/from-deepspeed.md").read_text()
+    links = re.findall(r"^ +ln -s .*", page.replace("/workspace", str(tmp_path)), re.M)
+    work = "cd Megatron-DeepSpeed; touch meg-gpt2_text_document.bin"
+    shell(tmp_path, "\n".join(["set -e", *links, work, block("megatron-deepspeed/move-the-data")]))
+    moved = (tmp_path / "meshwright/compat/megatron-deepspeed/data").iterdir()
+    assert {path.name for path in moved} == {"gpt2-vocab.json", "meg-gpt2_text_document.bin"}
+
+
 def test_its_requirements_are_the_clone() -> None:
     """pip reads a path of a requirements file from where it is started: in that folder."""
     [line] = (TREE / "requirements.txt").read_text().split()

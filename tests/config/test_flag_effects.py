@@ -7,11 +7,13 @@ import signal
 
 import pytest
 import torch
+from corpora import write_older
 
 from helpers import SMALL_FLAGS, TINY, TINY_FLAGS
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.text import preprocess
 from meshwright.model.gpt import GPT, initialise
 
@@ -563,3 +565,7 @@ def test_data_path_and_split(run, files):
     assert apart.losses != first.losses
     blend = run(*flags, "--data-path", "0.3", a, "0.7", b)
     assert blend.losses != first.losses and "dataset 1, input: 0.7" in blend.out
+    data = Indexed(a)
+    older = write_older(files / "older", [[data.document(n).tolist()] for n in range(40)])
+    same = run(*flags, "--split", "80,10,10", "--data-impl", "lazy", "--data-path", older)
+    assert same.losses == first.losses

@@ -25,6 +25,13 @@ def test_a_path_that_does_not_exist_brings_up_what_is_named_like_it(tmp_path, mo
         == ""
     )
     assert near_path(f"{tmp_path}/my-textz") == f"; did you mean {tmp_path}/my-texts?"
+    for name in ("run", "datasets"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "datasets/corpus.jsonl").touch()
+    monkeypatch.chdir("run")
+    assert near_path("my-texts") == "; did you mean ../my-texts?"
+    assert near_path("other", ".idx") == "; did you mean ../other?"
+    assert near_path("corpus.jsonl") == "; did you mean ../datasets/corpus.jsonl?"
 
 
 @pytest.mark.parametrize(

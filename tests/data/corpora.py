@@ -1,8 +1,10 @@
 """Helpers of the tests of data: token files, settings, and commands in this process."""
 
 import io
+import itertools
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,20 @@ def write_pair(prefix: str | os.PathLike[str], documents: Any, dtype: Any = np.u
                 writer.add(ids)
             writer.end_document()
     return os.fspath(prefix)
+
+
+def write_older(prefix: Path, documents: Any, code: int = 4, dtype: Any = np.int32) -> str:
+    """Write Megatron's `lazy`/`cached` format from its description."""
+    sequences = [ids for document in documents for ids in document]
+    sizes = [len(ids) for ids in sequences]
+    ends = np.cumsum([0, *map(len, documents)])
+    n = len(sizes)
+    header = [1, code, np.dtype(dtype).itemsize, n, n, len(ends)]
+    arrays = [header, range(n + 1), np.cumsum([0, *sizes]), sizes, ends]
+    longs = b"".join(np.array(array, "<i8").tobytes() for array in arrays)
+    Path(f"{prefix}.idx").write_bytes(b"TNTIDX\x00\x00" + longs)
+    Path(f"{prefix}.bin").write_bytes(np.array([*itertools.chain(*sequences)], dtype).tobytes())
+    return str(prefix)
 
 
 def data_config(**given: Any) -> TrainConfig:

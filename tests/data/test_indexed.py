@@ -11,13 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import write_pair
+from corpora import write_older, write_pair
 
 from helpers import error_of
 from meshwright.base.errors import IO, UserError
 from meshwright.data.files import indexed as indexed_module
 from meshwright.data.files.indexed import HEADER, Indexed, fingerprint
+from meshwright.data.files.merge import merge_pairs
+from meshwright.data.files.verify import check_pair
 from meshwright.data.files.writer import Writer
+from meshwright.data.statistics import summary
 
 
 def refused(words, prefix, in_full=False):
@@ -80,7 +83,6 @@ def test_truncated_everywhere(pair, full):
     ("offset", "value", "words"),
     [
         (0, b"Q", "is not a token index"),
-        (0, b"TNTIDX\x00\x00", "older `lazy`/`cached` format, which cannot be read yet"),
         (9, b"\x02", "version 2"),
         (17, b"\x63", "code 99 is not one of"),
         (17, b"\x06", "code 6 is not one of"),  # float64
@@ -108,6 +110,75 @@ def test_damaged(pair, offset, value, words, full):
     content[offset : offset + len(value)] = value
     idx.write_bytes(content)
     refused(words, prefix)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(4, np.int32), (8, np.uint16)])
+def test_the_older_format(tmp_path, code, dtype, full):
+    """It says what the newer one says; merged, it is the newer one."""
+    documents = [[[1, 2, 3], [4]], [], [[9] * 50], [[65535 // code]]]
+    newer = write_pair(tmp_path / "newer", documents, dtype)
+    older = write_older(tmp_path / "older", documents, code, dtype)
+    merge_pairs([older], str(tmp_path / "merged"), False)
+    for ending in (".idx", ".bin"):
+        assert Path(f"{tmp_path}/merged{ending}").read_bytes() == Path(newer + ending).read_bytes()
+    a, b = Indexed(newer), Indexed(older)
+    assert isinstance(b.sizes.base, memoryview) and b.sizes.tolist() == a.sizes.tolist()
+    for number in range(4):
+        assert a.document(number).tolist() == b.document(number).tolist()
+    assert [a.sequence_at(token) for token in range(55)] == [*map(b.sequence_at, range(55))]
+    facts, others = (summary(data, 3, None) | {"prefix": ""} for data in (a, b))
+    assert (facts.pop("format"), others.pop("format")) == ("mmap", "lazy/cached")
+    assert facts == others
+    found = check_pair(older, 65536, None, False, lambda size: None)
+    assert not found.problems and f"({np.dtype(dtype).name}, lazy/cached format)" in found.line("")
+
+
+@pytest.fixture
+def older(tmp_path):
+    return write_older(tmp_path / "x", [[[i, i, i]] for i in range(20)])
+
+
+@pytest.mark.fault("F24")
+def test_truncated_older_format(older, full):
+    idx, bin_ = Path(f"{older}.idx"), Path(f"{older}.bin")
+    whole = idx.read_bytes()
+    for cut in (8, 55, 56, 100, len(whole) - 1):
+        idx.write_bytes(whole[:cut])
+        refused("x.idx is damaged", older)
+    idx.write_bytes(whole + b"\x00")
+    refused("damaged", older)
+    idx.write_bytes(whole)
+    bin_.write_bytes(bin_.read_bytes()[:-1])
+    refused("x.bin has 239 bytes, but its .idx describes 240", older)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "words"),
+    [
+        (8, b"\x02", "version 2"),
+        (16, b"\x06", "code 6 is not one of"),
+        (16, b"\x08", "tokens of 4 bytes, but uint16 has 2"),
+        (24, b"\x00", "tokens of 0 bytes, but int32 has 4"),
+        (32, b"\xff" * 8, "18,446,744,073,709,551,615 sequences have 20 sizes"),
+        (32, b"\xff" * 16, "18,446,744,073,709,551,615 sequences and 21 documents need"),
+        (48, b"\xff" * 8, "18,446,744,073,709,551,615 documents"),
+        (56 + 8 * 3, b"\x09", "sequence 3 does not have one dimension"),
+        (224, b"\x01", "sequence 0 has a pointer"),
+        (224 + 8 * 7 + 7, b"\x80", "sequence 7 has a pointer"),
+        (224 + 8 * 20, b"\x01", "the last offset is 1, but the sequences have 60 tokens"),
+        (392, b"\x04", "sequence 1 has a pointer that is not the sum"),
+        (392, b"\xff" * 8, "sequence 0 has a length below 0"),
+        (392 + 8 * 5 + 4, b"\x01", "sequence 5 has a length above 2,147,483,647"),
+        (552 + 8 * 5, b"\x63", "document border 5 lies before the one before it or beyond"),
+    ],
+)
+@pytest.mark.fault("F24")
+def test_damaged_older_format(older, offset, value, words, full):
+    idx = Path(f"{older}.idx")
+    content = bytearray(idx.read_bytes())
+    content[offset : offset + len(value)] = value
+    idx.write_bytes(content)
+    refused(words, older)
 
 
 @pytest.mark.fault("F24")

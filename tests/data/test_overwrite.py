@@ -63,10 +63,10 @@ def test_dry_run_says_what_would_become_of_the_output(here, capsys):
         and "would write" not in out
     )
     status, _, err = preprocess(capsys, "short.jsonl", "--dry-run")
+    assert status == LOCKED
     assert (
-        status == LOCKED
-        and "made with other inputs (long.jsonl then, short.jsonl now): they are kept; add --overwrite"
-        in err
+        "made with other inputs (long.jsonl then, short.jsonl now): they are kept; add --overwrite to replace them, "
+        "as Megatron's tools do unasked, or choose another --output-prefix" in err
     )
     assert (
         "would write" in preprocess(capsys, "short.jsonl", "--dry-run", "--overwrite")[1]

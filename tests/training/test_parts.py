@@ -92,7 +92,7 @@ def test_an_installation_without_evaluate(monkeypatch):
 class Strange:
     """A stranger's plan, page and task."""
 
-    def verdict(self, config, vocabulary):
+    def verdict(self, config, vocabulary, ranks_here):
         return False, f"no room for {vocabulary} ids"
 
     def describe_long_step(self, flops):

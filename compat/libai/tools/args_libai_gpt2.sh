@@ -36,6 +36,5 @@ NODE=${p[1]:-1} NODE_RANK=${p[3]:-0} ADDR=${p[4]:-127.0.0.1} bash "$tools/train.
     "train.train_micro_batch_size=${p[9]:-4}" "train.global_batch_size=${p[10]:-4}" \
     "train.dist.tensor_parallel_size=${p[5]:-1}" "train.dist.pipeline_parallel_size=${p[6]:-1}" \
     "train.amp.enabled=${p[7]:-true}" "train.activation_checkpoint.enabled=${p[8]:-false}" \
-    "train.train_iter=${p[13]:-220}" "train.log_period=${p[14]:-100}" "train.output_dir=$log" \
-    "train.checkpointer.period=0" --nvidia-smi-at $((${p[13]:-220} < 99 ? ${p[13]:-220} : 99)) "$@" 2>&1 |
+    "train.train_iter=${p[13]:-220}" "train.log_period=${p[14]:-100}" "train.output_dir=$log" "$@" 2>&1 |
     tee -i "$log/output.log" # -i: after Ctrl-C the training still ends in order

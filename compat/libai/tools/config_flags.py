@@ -50,6 +50,10 @@ _FIXED: dict[str, dict[str, Any]] = {
         "train.start_iter": 0,
         "train.consumed_train_samples": 0,
     },
+    "give steps: train.checkpointer.period, train.evaluation.eval_period": {
+        "train.checkpointer.save_model_after_n_epoch": None,
+        "train.evaluation.eval_after_n_epoch": None,
+    },
     "the warm-up is linear": {"train.scheduler.warmup_method": "linear"},
     "validation and test set are parts of the training's files; see splits": {
         "dataloader.test": []

@@ -22,6 +22,8 @@ from meshwright.compat.flags.lazy_config import read_lazy_config  # noqa: E402
 from meshwright.runtime.ranks.world import find_world  # noqa: E402
 
 MODULES = ("libai", "oneflow", "flowvision", "omegaconf")
+# A folder of logs as OneAutoTest's script names it, args_libai_gpt2.sh
+BENCHMARK = re.compile(r"LibAI_\w+_\d+n\d+g_\d{8}_\d{6,}")
 FAST = "train.train_epoch=0 train.train_iter=20 train.evaluation.eval_period=10 train.log_period=1".split()
 
 
@@ -36,6 +38,20 @@ def resolve(path: str, words: list[str]) -> dict[str, dict]:
         )
     override(config, words)
     return config
+
+
+def as_edited_for_benchmarks(train: dict, words: list[str]) -> tuple[list[str], list[str]]:
+    """Do what a benchmark's guide edits into LiBai's sources: save nothing, show the GPUs' memory.
+
+    OneAutoTest's script removes `model_final`, the last step, so a run that ends before its first
+    `train.checkpointer.period` leaves no model. Return more flags, and notes.
+    """
+    steps, checkpointer, notes = train["train_iter"], train["checkpointer"], []
+    is_given = any(word.startswith("train.checkpointer.period=") for word in words)
+    if steps < checkpointer["period"] and not is_given:
+        checkpointer["period"] = 0
+        notes = ["a benchmark saves no model; train.checkpointer.period=N saves every N steps"]
+    return ["--nvidia-smi-at", str(min(steps, 99))], notes
 
 
 def train(argv: list[str]) -> int:
@@ -59,19 +75,22 @@ def train(argv: list[str]) -> int:
     given, more = parser.parse_known_args([word for word in argv if word not in words])
     words += FAST * given.fast_dev_run + ["train.resume=True"] * given.resume
     config, world = resolve(given.config_file, words), find_world(os.environ, None)
+    folder = Path(str(config["train"]["output_dir"]))
+    is_benchmark = BENCHMARK.fullmatch(folder.name) and not config["train"].get("train_epoch")
     if world.size > world.local_size:  # scripts name the folder by each machine's clock
-        config["train"]["output_dir"] = re.sub(
-            r"_\d{8}_\d{6,}$", "", str(config["train"]["output_dir"])
-        )
+        config["train"]["output_dir"] = re.sub(r"_\d{8}_\d{6,}$", "", str(folder))
+    usual = resolve(str(HERE.parent / "configs/gpt2_pretrain.py"), [])
+    extra, remarks = list[str](), list[str]()
     try:
-        flags, notes = to_flags(
-            config, resolve(str(HERE.parent / "configs/gpt2_pretrain.py"), []), world.size
-        )
+        if is_benchmark:
+            extra, remarks = as_edited_for_benchmarks(config["train"], words)
+        flags, notes = to_flags(config, usual, world.size)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise UserError(
             f"{given.config_file} lacks a setting, or has one of another kind: {error!r}"
         ) from None
-    print("".join(f"note: {note}\n" for note in notes if not world.rank), end="", file=sys.stderr)
+    for note in [*notes, *remarks] if world.rank == 0 else []:
+        print(f"note: {note}", file=sys.stderr)
     if not (world.rank or {"--dry-run", "--print-config"} & set(more)):
         folder = Path(str(config["train"]["output_dir"]))
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +100,8 @@ def train(argv: list[str]) -> int:
             )
     named = [key for key, value in flattened(config) if key in FLAGS and value is not None]
     keys = {FLAGS[key].removeprefix("--").replace("-", "_"): key for key in named}
-    return main(["train", *flags, *["--skip-train"] * given.eval_only, *more], spellings=keys)
+    flags += [*["--skip-train"] * given.eval_only, *extra, *more]
+    return main(["train", *flags], spellings=keys)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Container, Iterable
@@ -55,7 +56,7 @@ def near_path(path: str, ending: str = "") -> str:
     """Return "; did you mean X?" for what is named like a path that does not exist, or nothing.
 
     Names with this ending count, without it: first those that go on where the path ends, then
-    those that end where its suffix begins.
+    those that end where its suffix begins, and for a name without a folder the same one folder up.
     """
     folder, name = os.path.split(path)
     try:
@@ -74,10 +75,27 @@ def near_path(path: str, ending: str = "") -> str:
     # A name that goes on where the typed one ends, or lacks its suffix, precedes similar names.
     longer = [other for other in others if name and other.startswith(name)]
     shorter = [other for other in others if name.startswith(f"{other}.")]
-    near = longer[:3] or shorter[-1:] or difflib.get_close_matches(name, others, 1, 0.8)
+    near = longer[:3] or shorter[-1:]
+    if not near and name and not folder and not os.path.exists(path + ending):
+        near = _one_folder_up(name, ending)
+    near = near or difflib.get_close_matches(name, others, 1, 0.8)
     if not near:
         return ""
     return f"; did you mean {' or '.join(os.path.join(folder, other) for other in near)}?"
+
+
+def _one_folder_up(name: str, ending: str) -> list[str]:
+    """Return where this name is, in the folder above this one or else in a folder there."""
+    try:
+        here = os.path.realpath(os.curdir)
+        with os.scandir(os.pardir) as entries:
+            # more of them would take long, on a network disk
+            beside = sorted(entry.path for entry in itertools.islice(entries, 200))
+    except OSError:
+        return []
+    places = [os.pardir, *(place for place in beside if os.path.realpath(place) != here)]
+    paths = [os.path.join(place, name) for place in places]
+    return [path for path in paths if os.path.exists(path + ending)][:1]
 
 
 def near_prefix(prefix: str) -> str:

@@ -151,4 +151,7 @@ def is_done(
         how = f"made with other {' and '.join(changes)}"
     names = " and ".join(map(str, existing))
     message = f"{names} {'exists' if len(existing) == 1 else 'exist'} already, {how}: they are kept"
-    raise UserError(f"{message}; add --overwrite to replace them, or choose another {flag}", LOCKED)
+    replace = "add --overwrite to replace them"
+    if flag == "--output-prefix":  # token files
+        replace += ", as Megatron's tools do unasked"
+    raise UserError(f"{message}; {replace}, or choose another {flag}", LOCKED)

@@ -512,7 +512,7 @@ class Data:
     )
     mock_data: bool = flag(False, "train on random tokens instead of files", docs="")
     data_impl: Literal["mmap", "infer", "lazy", "cached"] = flag(
-        "mmap", "format of token files", only=("mmap", "infer"), docs="", **UNPROVEN
+        "mmap", "format of token files; each is read as what it is", docs="", **UNPROVEN
     )
     mmap_warmup: bool = flag(
         False, "read the token files once before training", docs="", **UNPROVEN

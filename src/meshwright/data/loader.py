@@ -99,11 +99,10 @@ class Samples(FileSamples):
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         indexed = self.indexed
-        itemsize = self.indexed.dtype.itemsize
         self.require_whole()
         ranges = []
         for document, offset, length in self.pieces(k):
-            begin = int(indexed.pointers[document]) // itemsize + offset
+            begin = indexed.begin(document) + offset
             ranges.append((begin, begin + length))
         if indexed.is_sparse:
             indexed.need(ranges)
@@ -127,7 +126,7 @@ class Samples(FileSamples):
         documents = self.doc_idx[places]
 
         # Their tokens; a sample's first and last document are cut.
-        begins = indexed.pointers[documents] // indexed.dtype.itemsize
+        begins = indexed.pointers[documents] // indexed.pointers_per_token
         ends = begins + indexed.sizes[documents]
         ends[stops - 1] = begins[stops - 1] + end + 1
         begins[starts] += offset

@@ -88,13 +88,12 @@ class Packed(FileSamples):
         """Return [samples, 2, S + 1]."""
         self.require_whole()
         indexed = self.indexed
-        itemsize = self.indexed.dtype.itemsize
         copies = []
         out = np.zeros((len(numbers), 2, self.seq_length + 1), np.int64)
         for row, k in enumerate(numbers):
             at = 0
             for document, offset, length in self.pieces(k):
-                begin = int(indexed.pointers[document]) // itemsize + offset
+                begin = indexed.begin(document) + offset
                 copies.append((row, at, begin, length))
                 at += length
 

@@ -97,6 +97,7 @@ def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str
     lengths, documents_of = document_lengths(indexed)
     out: dict[str, Any] = dict(
         prefix=indexed.prefix,
+        format=indexed.format,
         dtype=indexed.dtype.name,
         documents=len(indexed.doc_idx) - 1,
         sequences=len(indexed),
@@ -140,7 +141,7 @@ def format_summary(facts: dict[str, Any]) -> list[str]:
     # What the files hold.
     out = [
         f"{facts['prefix']}: {documents:,} documents, {facts['sequences']:,} sequences, {tokens:,} "
-        f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)"
+        f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes, {facts['format']} format)"
     ]
     if "tokenizer" in facts:
         out.append(f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}")

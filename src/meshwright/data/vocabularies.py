@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from meshwright.base.errors import UNAVAILABLE, UserError, bad_data, first_line
 from meshwright.base.files import read_small
+from meshwright.base.hints import near_path
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 
@@ -850,7 +851,8 @@ def read_bytes(path: Path) -> bytes:
     try:
         return read_small(path, FILE_LIMIT, folder)
     except OSError as error:
-        raise bad_data(f"{path} cannot be read: {error.strerror}") from None
+        hint = near_path(str(path)) if isinstance(error, FileNotFoundError) else ""
+        raise bad_data(f"{path} cannot be read: {error.strerror}{hint}") from None
 
 
 def read_json(path: Path) -> Any:

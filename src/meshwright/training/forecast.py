@@ -33,8 +33,10 @@ class Forecast(Protocol):
     padded size of the vocabulary.
     """
 
-    def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:
-        """Return whether a run fits this machine's devices, and a line about it."""
+    def verdict(
+        self, config: TrainConfig, vocabulary: int, ranks_here: int
+    ) -> tuple[bool, str] | None:
+        """Return whether a run with so many ranks here fits this machine, and a line about it."""
 
     def why_too_large(self, config: TrainConfig, device: str | None) -> str | None:
         """Return why a run cannot fit a device, by default this machine's accelerator."""

@@ -123,7 +123,8 @@ def build_empty_state(spec: Spec, team: Team, users: publish.Users = ()) -> Stat
     config, layout, device = spec.config, spec.layout, spec.device
     say("building GPT model ...")
     if spec.model is None:
-        team.run_on_all(lambda: memory.require_memory(config, spec.padded, layout.at("pp"), device))
+        stage = layout.at("pp")
+        team.run_on_all(lambda: memory.require_memory(config, spec.padded, stage, device, team))
 
     def report_parameters(number: int) -> None:
         for tp, pp, count in team.merge([[layout.at("tp"), layout.at("pp"), number]], unite):

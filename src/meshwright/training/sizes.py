@@ -167,20 +167,40 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
     return text
 
 
-def describe_lack(config: TrainConfig, padded: int) -> str:
+def describe_lack(config: TrainConfig, padded: int, ranks_here: int) -> str:
     """Return why the run cannot fit this device; "" if it may, or if that is unknown."""
     have, on_cpu = device.memory_without_torch(config.parallel.device)
-    needed = max(
+    each = [
         state_bytes(config, padded, rank, "cpu" if on_cpu else NVIDIA)
         + logits_bytes(config, padded, rank)
         for rank in range(config.parallel.pipeline_model_parallel_size)
-    )
-    if not have or needed <= have:
+    ]
+    shared = most_of_a_machine(each, config.world, ranks_here) if on_cpu else max(each)
+    if not have or shared <= have:
         return ""
+    both = ""
+    if on_cpu and ranks_here > 1:
+        both = f", and {shared / 2**30:,.1f} GiB for the {ranks_here} ranks that share this machine"
     return (
         f"it does not fit this device ({have / 2**30:,.1f} GiB), where the run would be refused; on another machine it "
-        f"needs at least {needed / 2**30:,.1f} GiB"
+        f"needs at least {max(each) / 2**30:,.1f} GiB{both}"
     )
+
+
+def most_of_a_machine(each: list[int], world: int, ranks: int) -> int:
+    """Return the most bytes of the ranks of one machine, from those of a rank of each stage.
+
+    A machine has so many consecutive ranks, and the ranks of a stage are consecutive too.
+    """
+    of_stage = world // len(each)
+    by_rank = [each[rank // of_stage] for rank in range(world)]
+    return max(sum(by_rank[first : first + ranks]) for first in range(0, world, ranks))
+
+
+def ranks_of_machine(config: TrainConfig) -> int:
+    """Return the ranks of one machine, as far as the settings say: all, if they name one alone."""
+    p = config.parallel
+    return p.num_gpus_per_node if p.num_nodes > 1 else config.world
 
 
 def describe_place(each: list[int]) -> str:

@@ -28,6 +28,7 @@ from meshwright.config.schema import TrainConfig
 from meshwright.model.gpt import GPT
 from meshwright.parallel import shard
 from meshwright.parallel.layout import Layout
+from meshwright.runtime.ranks.team import Team
 from meshwright.training import parameters, sizes
 from meshwright.training.before import memory as require
 from meshwright.training.network import Spec, build_network
@@ -224,7 +225,24 @@ def test_a_run_that_fits_is_not_refused(line: str, monkeypatch: pytest.MonkeyPat
     for have, fits in ((peak, True), (int(0.99 * held), False)):
         monkeypatch.setattr(require.devices, "total_memory", lambda _, have=have: have)
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs at least"):
-            require.require_memory(config, padded, 0, torch.device("cuda"))
+            require.require_memory(config, padded, 0, torch.device("cuda"), Team())
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU three ranks need three times what one needs; on two machines, two of them do."""
+    config, cpu = config_of(*SMALL), torch.device("cpu")
+    need = sizes.state_bytes(config, PADDED, 0, "cpu") + sizes.logits_bytes(config, PADDED, 0)
+    monkeypatch.setattr(require.devices, "total_memory", lambda _: 2 * need)
+
+    class Ranks(Team):
+        def merge(self, value: Any, combine: Any) -> Any:
+            return combine([value] * self.size)
+
+    require.require_memory(config, PADDED, 0, cpu, Ranks(0, 2))
+    with pytest.raises(UserError, match=r"for the 3 ranks here, but the device has"):
+        require.require_memory(config, PADDED, 0, cpu, Ranks(0, 3))
+    each = [9, 1, 2, 4]  # of a rank of each stage; each stage has two ranks
+    assert [sizes.most_of_a_machine(each, 8, ranks) for ranks in (1, 2, 3, 8)] == [9, 18, 19, 32]
 
 
 class Node(Gpu):

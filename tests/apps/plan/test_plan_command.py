@@ -16,7 +16,7 @@ from pages import Page
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.apps.plan import describe, estimate
+from meshwright.apps.plan import command, describe, estimate
 from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.part import PlanForecast
 from meshwright.apps.plan.prediction import Machine, find_machine
@@ -269,6 +269,23 @@ def test_a_dry_run_that_does_not_fit_is_refused(
     assert main(argv) == USAGE
     assert re.search(r"plan on NVIDIA H200.*: does not fit: ", capsys.readouterr().out)
     assert main([*argv, "--world-size=2"]) == main([*argv, "--world-size=1"]) == 0
+
+
+def test_ranks_on_a_cpu_share_its_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of a machine need four times as much, and as many on four machines do not."""
+    cpu = dataclasses.replace(load_profile("cpu"), memory_bytes=1 << 30, context_bytes=300 << 20)
+    for module in (describe, command):
+        monkeypatch.setattr(module, "find_machine", lambda *_: Machine(cpu, cpu.links))
+    tiny = [*TINY_FLAGS, "--global-batch-size=24"]
+    for words, count in (("", 1), ("--world-size=3", 3), ("--world-size=4", 4)):
+        main(["train", *tiny, "--dry-run", *words.split()])
+        said = capsys.readouterr().out
+        assert (": fits, " in said) == (count < 4)
+        assert (f", which {count} ranks of a machine share" in said) == (count > 1)
+    for words, status in (("--gpus=4", USAGE), ("--gpus=4 --gpus-per-node=1", 0)):
+        plan_json(capsys, *tiny, "--zero-stage=0", *words.split(), status=status)
 
 
 def test_the_plan_of_this_cpu_is_by_its_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers import free_port
 from meshwright.base.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.config.problem import KEYWORDS, in_words
-from meshwright.runtime.ranks import connect
+from meshwright.runtime.ranks import connect, interfaces
 from meshwright.runtime.ranks.compare import require_equal
 from meshwright.runtime.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.runtime.ranks.team import Team
@@ -350,12 +350,53 @@ def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
     assert re.search(differs, texts[0])
 
 
-def test_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    with pytest.raises(
-        UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface .*, which has"
+# The interface that 127.0.0.1 belongs to here is eth1.
+ADDRESSES = {"eth0": ["10.0.0.5"], "eth1": ["10.0.1.5", "127.0.0.1"], "eth1:0": ["10.0.2.5"]}
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "words"),
+    [
+        (None, None, "eth1"),  # by its second address
+        ("eth1:0", "^eth0", "eth1:0"),
+        (
+            "eth0,eth7",
+            None,
+            "GLOO_SOCKET_IFNAME=eth0,eth7: eth7 names no network interface of this",
+        ),
+        (None, "=eth", "NCCL_SOCKET_IFNAME==eth names no network interface of this machine"),
+        (None, "ib", "NCCL_SOCKET_IFNAME=ib names no network interface of this machine, which has"),
+    ],
+)
+def test_interfaces(
+    gloo: str | None, nccl: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interfaces, "list_addresses", lambda: ADDRESSES)
+    for name, value in (("GLOO", gloo), ("NCCL", nccl)):
+        monkeypatch.setenv(f"{name}_SOCKET_IFNAME", value or "")  # so that it is set back
+    try:
+        interfaces.choose_interface("127.0.0.1", 1, "cpu:gloo,cuda:nccl")
+        said = os.environ["GLOO_SOCKET_IFNAME"]
+    except UserError as error:
+        said = str(error)
+    assert said.startswith(words)
+
+
+def test_an_interface_of_another_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "list_addresses", lambda: ADDRESSES)
+    for gloo, nccl, words in (
+        ("eth0", "eth1", "GLOO_SOCKET_IFNAME=eth0 stands for 10.0.0.5 and NCCL_SOCKET_IFNAME=eth1"),
+        (
+            "eth1",
+            "",
+            "GLOO_SOCKET_IFNAME=eth1 stands for 10.0.1.5, but the way to rank 0 begins at",
+        ),
+        ("", "", "open all ports between the nodes, and see whether they reach each other by 127"),
     ):
-        connect._choose_interface("127.0.0.1", 1)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+        said = interfaces.describe_interfaces("127.0.0.1", 1, "cpu:gloo,cuda:nccl")
+        assert said.startswith(words)
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:

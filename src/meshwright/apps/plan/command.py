@@ -26,6 +26,7 @@ from meshwright.config.fields import flag, group, with_settings
 from meshwright.config.presets import family_of
 from meshwright.config.problem import Problem, SettingsError, in_words, listed, require, stated
 from meshwright.config.schema import TrainConfig
+from meshwright.training.sizes import ranks_of_machine
 
 ABOUT = (
     "Predict memory, time and cost of a training, without a device. The flags are those of train. Without flags of a "
@@ -190,6 +191,7 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     if not per_node and config.parallel.num_gpus_per_node > 1:
         per_node = config.parallel.num_gpus_per_node
     machine = find_machine(asked.gpu, per_node, asked.link, asked.storage_speed)
+    machine = machine.shared_by(per_node or ranks_of_machine(config))
     prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources)).measured()
 
     # A layout is searched if the flags name no part of it, or if it is asked for.

@@ -20,7 +20,7 @@ from meshwright.config import checks, flags
 from meshwright.config.fields import spelling
 from meshwright.config.schema import TrainConfig
 from meshwright.model import counts
-from meshwright.training.sizes import describe_layout
+from meshwright.training.sizes import describe_layout, ranks_of_machine
 
 # Settings of a layout, in the order of its flags.
 LAYOUT = (
@@ -75,7 +75,9 @@ def layout_settings(config: TrainConfig) -> Settings:
 
 def verdict(prediction: Prediction, search: bool = True) -> str:
     """Say whether a layout fits, and with `search` the least change that makes it fit."""
-    sizes = f"{gib(prediction.need)} of {gib(prediction.machine.profile.memory_bytes)}"
+    sizes = f"{gib(prediction.need_of_device)} of {gib(prediction.machine.profile.memory_bytes)}"
+    if prediction.machine.sharers > 1:
+        sizes += f", which {prediction.machine.sharers} ranks of a machine share"
     if prediction.fits:
         return f"fits, {gib(prediction.left)} left: {sizes}"
     lack = f"does not fit: {sizes}, {gib(-prediction.left)} too much"
@@ -91,10 +93,15 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
 
 
 def predict_here(
-    config: TrainConfig, device: str | None = None, vocabulary: int = 50_257, measures: bool = False
+    config: TrainConfig,
+    device: str | None = None,
+    vocabulary: int = 50_257,
+    ranks_here: int | None = None,
+    measures: bool = False,
 ) -> Prediction | None:
     """Predict a run on a device, by default this machine's; None without a profile of it.
 
+    `ranks_here` are the ranks of one machine, by default those that the settings say.
     With `measures` its memory is measured if that is possible: not where a run trains.
     """
     kind = config.parallel.device.partition(":")[0]
@@ -105,6 +112,7 @@ def predict_here(
         return None
     try:
         machine = find_machine(device or ("cpu" if kind == "cpu" else None))
+        machine = machine.shared_by(ranks_here or ranks_of_machine(config))
         prediction = Prediction(config, machine, vocabulary)
         if measures:
             prediction = prediction.measured()
@@ -280,14 +288,19 @@ def title(prediction: Prediction) -> str:
     # Learned positions count as parameters; without a number of them there is one for each token.
     positions = c.model.max_position_embeddings or c.data.seq_length or 0
     size = counts.parameters(c.model, prediction.vocabulary, positions)
-    devices = prediction.machine.profile.title
-    return f"{size:,} parameters on {c.world:,} x {devices}"
+    devices = f"{c.world:,} x {prediction.machine.profile.title}"
+    if (sharers := prediction.machine.sharers) > 1:
+        devices = (
+            f"{c.world:,} ranks, {sharers} on each machine: {prediction.machine.profile.title}"
+        )
+    return f"{size:,} parameters on {devices}"
 
 
 def head_lines(prediction: Prediction) -> list[str]:
     """Return what is planned: model, devices, links and layout."""
     c = prediction.config
     links = prediction.machine.links
+    kind = "ranks" if prediction.machine.sharers > 1 else "devices"
     speeds = f"{links.within.bandwidth / 1e9:g} GB/s within a machine"
     if c.world > links.gpus_per_node:
         speeds += f", {links.between.bandwidth / 1e9:g} GB/s to others"
@@ -295,7 +308,7 @@ def head_lines(prediction: Prediction) -> list[str]:
         title(prediction),
         f"vocabulary {prediction.vocabulary:,}, padded to {prediction.padded:,}",
         f"{c.global_batch:,} samples of {c.data.seq_length:,} tokens a step",
-        *([f"{links.gpus_per_node} devices a machine: {speeds}"] if c.world > 1 else []),
+        *([f"{links.gpus_per_node} {kind} a machine: {speeds}"] if c.world > 1 else []),
         layout_line(prediction),
     ]
 

@@ -19,8 +19,10 @@ class PlanForecast(forecast.Forecast):
     estimated, and nothing is patched.
     """
 
-    def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:
-        prediction = predict_here(config, None, vocabulary, measures=True)
+    def verdict(
+        self, config: TrainConfig, vocabulary: int, ranks_here: int
+    ) -> tuple[bool, str] | None:
+        prediction = predict_here(config, None, vocabulary, ranks_here, measures=True)
         return (prediction.fits, verdict_here(prediction)) if prediction is not None else None
 
     def why_too_large(self, config: TrainConfig, device: str | None) -> str | None:

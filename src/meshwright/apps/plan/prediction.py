@@ -23,6 +23,7 @@ from meshwright.base.device_profiles import (
 from meshwright.base.errors import UserError
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size
+from meshwright.training.sizes import most_of_a_machine
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Machine:
 
     profile: DeviceProfile
     links: Links
+    sharers: int = 1  # ranks that share a device: those of a machine share its CPU and its memory
+
+    def shared_by(self, ranks: int) -> Machine:
+        """Return the machine with so many ranks, if they share a CPU; each has a GPU of its own."""
+        if self.profile.kind != "cpu" or ranks == 1:
+            return self
+        # A rank computes at its share of the speed.
+        peaks = {dtype: peak / ranks for dtype, peak in self.profile.peaks.items()}
+        each = replace(self.profile, peaks=peaks, bandwidth=self.profile.bandwidth / ranks)
+        return Machine(each, replace(self.links, gpus_per_node=ranks), ranks)
 
 
 @dataclass(frozen=True)
@@ -74,10 +85,10 @@ class Prediction:
     @cached_property
     def left_first(self) -> int:
         """Bytes left free by the rank that is estimated to be the fullest: a quick answer."""
+        if not self.is_measured:
+            return self.left
         # Measuring takes seconds for each rank, so only the likeliest is measured.
         rank = replace(self, is_measured=False).fullest
-        if not self.is_measured:
-            return self.machine.profile.memory_bytes - self.ranks[rank].total
         first = memory.memory_of_rank(self.config, self.padded, rank, self.machine.profile)
         return self.machine.profile.memory_bytes - first.total
 
@@ -121,6 +132,14 @@ class Prediction:
         return self.ranks[self.fullest].total
 
     @property
+    def need_of_device(self) -> int:
+        """Bytes of the fullest rank's process, or of all ranks of the fullest machine on a CPU."""
+        if self.machine.sharers == 1:
+            return self.need
+        each = [rank.total for rank in self.ranks]
+        return most_of_a_machine(each, self.config.world, self.machine.sharers)
+
+    @property
     def tensors(self) -> int:
         """Bytes of the fullest rank's tensors, and of the driver and its libraries."""
         memory = self.ranks[self.fullest]
@@ -128,8 +147,8 @@ class Prediction:
 
     @property
     def left(self) -> int:
-        """Bytes that the fullest rank leaves free; negative if it does not fit."""
-        return self.machine.profile.memory_bytes - self.need
+        """Bytes that are left free where memory is the shortest; negative if it does not fit."""
+        return self.machine.profile.memory_bytes - self.need_of_device
 
     @property
     def fits(self) -> bool:

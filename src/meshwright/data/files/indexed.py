@@ -11,6 +11,21 @@
                           int64[n]  pointers: its byte offset in .bin
                           int64[m]  document index: 0, then the sequences up to each document's end
 
+The older format, which Megatron calls `lazy` or `cached` by how it reads it, has the same `.bin`.
+It is read, and never written:
+
+    .idx, little-endian:  8 bytes     magic
+                          uint64      version, 1
+                          uint64      code of the token type
+                          uint64      bytes of a token
+                          uint64      n, number of sequences
+                          uint64      number of sizes; n, as a sequence has one dimension
+                          uint64      m, length of the document index
+                          int64[n+1]  the sizes before each sequence: 0, 1, 2 ... n
+                          int64[n+1]  offsets: tokens before each sequence, and all tokens
+                          int64[n]    sizes: tokens of each sequence
+                          int64[m]    document index, as above
+
 A sequence is a document unless documents were cut into sentences. Hand-written because Megatron's
 library neither checks a file before use nor writes it atomically.
 """
@@ -36,8 +51,11 @@ from meshwright.base.storage import copies
 Ints = npt.NDArray[np.integer[Any]]
 
 MAGIC = b"MMIDIDX\x00\x00"
-LEGACY_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+OLDER_MAGIC = b"TNTIDX\x00\x00"
+OLDER_HEADER = struct.Struct("<8s6Q")
+# A length in the newer format is an int32; a longer sequence of the older one could not be merged.
+LONGEST = np.iinfo(np.int32).max
 CODES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8,
     2: np.int8,
@@ -102,47 +120,85 @@ class Tally:
 
 
 class Index:
-    """An open .idx with a checked header, and its three arrays, of which nothing is read yet."""
+    """An open .idx with a checked header, and its arrays, of which nothing is read yet."""
 
     def __init__(self, prefix: str, idx: BinaryIO) -> None:
         self.prefix = prefix
         idx.seek(0)
-        header = idx.read(HEADER.size)
+        start = idx.read(OLDER_HEADER.size)
         length = os.fstat(idx.fileno()).st_size
-        n, m = self._read_header(header, length)
-        # The three arrays follow each other: n int32, n int64 and m int64.
-        self.sizes = FileColumn(idx, "<i4", n, HEADER.size)
-        self.pointers = FileColumn(idx, "<i8", n, HEADER.size + 4 * n)
-        self.borders = FileColumn(idx, "<i8", m, HEADER.size + 12 * n)
+        self.is_older = start.startswith(OLDER_MAGIC)
+        if self.is_older:
+            n, m = self._read_older_header(start, length)
+            # The four arrays follow each other: n + 1, n + 1, n and m int64.
+            self.dimensions = FileColumn(idx, "<i8", n + 1, OLDER_HEADER.size)
+            self.offsets = FileColumn(idx, "<i8", n + 1, OLDER_HEADER.size + 8 * (n + 1))
+            self.pointers = FileColumn(idx, "<i8", n, self.offsets.offset)
+            self.sizes = FileColumn(idx, "<i8", n, OLDER_HEADER.size + 16 * (n + 1))
+            self.borders = FileColumn(idx, "<i8", m, OLDER_HEADER.size + 16 * (n + 1) + 8 * n)
+        else:
+            n, m = self._read_header(start[: HEADER.size], length)
+            # The three arrays follow each other: n int32, n int64 and m int64.
+            self.sizes = FileColumn(idx, "<i4", n, HEADER.size)
+            self.pointers = FileColumn(idx, "<i8", n, HEADER.size + 4 * n)
+            self.borders = FileColumn(idx, "<i8", m, HEADER.size + 12 * n)
+
+    @property
+    def format(self) -> str:
+        """Megatron's word for it, as in --data-impl."""
+        return "lazy/cached" if self.is_older else "mmap"
+
+    @property
+    def pointers_per_token(self) -> int:
+        """What a token adds to a pointer: they count bytes, in the older format tokens."""
+        return 1 if self.is_older else self.dtype.itemsize
 
     def _read_header(self, start: bytes, length: int) -> tuple[int, int]:
         path = f"{self.prefix}.idx"
-        if start[:8] == LEGACY_MAGIC:
-            wrong = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
-            raise bad_data(f"{path} {wrong}")
         if length < HEADER.size:
             raise damaged(self.prefix, f"{length} bytes are less than the header's {HEADER.size}")
         magic, version, code, n, m = HEADER.unpack(start)
         if magic != MAGIC:
             raise bad_data(f"{path} is not a token index: it starts with {magic!r}")
-        if version != 1:
-            raise bad_data(f"{path} has version {version}; version 1 can be read")
-        if code not in CODES:
-            codes = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
-            raise damaged(self.prefix, f"token type code {code} is not one of {codes}")
-        self.dtype = np.dtype(CODES[code]).newbyteorder("<")
+        self._check_kind(version, code)
         expected = HEADER.size + 12 * n + 8 * m
         # A multimodal file has one more byte for each sequence.
         if length == expected + n and n:
             raise bad_data(
                 f"{path} is multimodal (a mode for each sequence), which cannot be read yet"
             )
+        self._check_length(length, expected, n, m)
+        return n, m
+
+    def _read_older_header(self, start: bytes, length: int) -> tuple[int, int]:
+        if length < OLDER_HEADER.size:
+            wrong = f"{length} bytes are less than the header's {OLDER_HEADER.size}"
+            raise damaged(self.prefix, wrong)
+        _, version, code, itemsize, n, sizes, m = OLDER_HEADER.unpack(start)
+        self._check_kind(version, code)
+        if itemsize != self.dtype.itemsize:
+            kind = f"tokens of {itemsize:,} bytes, but {self.dtype.name} has {self.dtype.itemsize}"
+            raise damaged(self.prefix, kind)
+        if sizes != n:
+            raise damaged(self.prefix, f"{n:,} sequences have {sizes:,} sizes, not one each")
+        self._check_length(length, OLDER_HEADER.size + 16 * (n + 1) + 8 * n + 8 * m, n, m)
+        return n, m
+
+    def _check_kind(self, version: int, code: int) -> None:
+        """Check the version and the type of tokens, and keep the type."""
+        if version != 1:
+            raise bad_data(f"{self.prefix}.idx has version {version}; version 1 can be read")
+        if code not in CODES:
+            codes = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
+            raise damaged(self.prefix, f"token type code {code} is not one of {codes}")
+        self.dtype = np.dtype(CODES[code]).newbyteorder("<")
+
+    def _check_length(self, length: int, expected: int, n: int, m: int) -> None:
         if length != expected:
             raise damaged(
                 self.prefix,
                 f"{length:,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}",
             )
-        return n, m
 
     def faults(self, in_full: bool = True) -> Iterator[str]:
         """Yield what is wrong with the arrays; unless `in_full`, large ones are checked in places.
@@ -151,8 +207,9 @@ class Index:
         """
         n = len(self.sizes)
         m = len(self.borders)
-        itemsize = self.dtype.itemsize
+        per_token = self.pointers_per_token
         negative = Tally()
+        long = Tally()
         astray = Tally()
         misplaced = Tally()
         # Sequences: each range is read with the element before it, which says where it begins.
@@ -160,11 +217,12 @@ class Index:
             before = max(first - 1, 0)
             lengths = self.sizes.read(before, stop).astype(np.int64)
             begins = self.pointers.read(before, stop)
-            sums = (begins + lengths * itemsize)[:-1]
+            sums = (begins + lengths * per_token)[:-1]
             if not first:
                 # Nothing is before sequence 0.
                 sums = np.append(0, sums)
             negative.add(first, lengths[first - before :] < 0)
+            long.add(first, lengths[first - before :] > LONGEST)
             astray.add(first, begins[first - before :] != sums)
 
         # Documents, in the same way.
@@ -174,17 +232,31 @@ class Index:
             ends = borders[len(borders) - len(steps) :]
             misplaced.add(first, (steps < 0) | (ends > n))
         yield from negative.describe("sequence", "has a length below 0", "have")
+        yield from long.describe("sequence", f"has a length above {LONGEST:,}", "have")
         yield from astray.describe(
             "sequence", "has a pointer that is not the sum of the lengths before it", "have"
         )
         yield from misplaced.describe(
             "document border", "lies before the one before it or beyond the sequences", "do"
         )
+        if self.is_older:
+            yield from self._faults_of_older(in_full)
         # The borders as a whole; -1 where there is none, which is wrong too.
         begin = int(self.borders.read(0, 1)[0]) if m else -1
         end = int(self.borders.read(m - 1, m)[0]) if m else 0
         if (begin, end) != (0, n):
             yield f"the document borders run from {begin:,} to {end:,}, not from 0 to the {n:,} sequences"
+
+    def _faults_of_older(self, in_full: bool) -> Iterator[str]:
+        """Yield what is wrong with what the older format has besides."""
+        n = len(self.sizes)
+        other = Tally()
+        for first, stop in ranges_to_check(n + 1, in_full):
+            other.add(first, self.dimensions.read(first, stop) != np.arange(first, stop))
+        yield from other.describe("sequence", "does not have one dimension", "do not have")
+        end = int(self.offsets.read(n, n + 1)[0])
+        if end != self.described_tokens:
+            yield f"the last offset is {end:,}, but the sequences have {self.described_tokens:,} tokens"
 
     @property
     def described_bytes(self) -> int:
@@ -193,7 +265,12 @@ class Index:
         if not n:
             return 0
         pointer = int(self.pointers.read(n - 1, n)[0])
-        return pointer + int(self.sizes.read(n - 1, n)[0]) * self.dtype.itemsize
+        end = pointer + int(self.sizes.read(n - 1, n)[0]) * self.pointers_per_token
+        return end * (self.dtype.itemsize // self.pointers_per_token)
+
+    @property
+    def described_tokens(self) -> int:
+        return self.described_bytes // self.dtype.itemsize
 
     def length_fault(self, actual: int) -> str:
         """Return what is wrong with a .bin of this length, or ""."""
@@ -207,7 +284,7 @@ class Index:
 
     def document_ends(self) -> Iterator[Ints]:
         """Yield blocks of the ends, in tokens, of the documents that have a token."""
-        itemsize = self.dtype.itemsize
+        per_token = self.pointers_per_token
         n = len(self.sizes)
         previous = 0
         for start in range(1, len(self.borders), BLOCK):
@@ -218,11 +295,11 @@ class Index:
                 first = int(borders[done])
                 stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
                 last = int(borders[stop - 1])
-                pointers = self.pointers.read(first, last + 1) // itemsize
+                begins = self.pointers.read(first, last + 1) // per_token
                 # No sequence begins at the end of the file.
                 if last == n:
-                    pointers = np.append(pointers, self.described_bytes // itemsize)
-                ends = pointers[borders[done:stop] - first]
+                    begins = np.append(begins, self.described_tokens)
+                ends = begins[borders[done:stop] - first]
                 # A document without a token ends where the one before it does.
                 yield ends[np.diff(ends, prepend=previous) > 0]
                 previous = int(ends[-1])
@@ -256,6 +333,8 @@ class Indexed:
 
         # Views of the maps; nothing is copied.
         self.dtype = index.dtype
+        self.format = index.format
+        self.pointers_per_token = index.pointers_per_token
         self.sizes, self.pointers, self.doc_idx = (
             np.frombuffer(idx, column.dtype, len(column), column.offset)
             for column in (index.sizes, index.pointers, index.borders)
@@ -277,12 +356,13 @@ class Indexed:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
         if stop <= first:
             return 0
-        begin = self._offset(first)
-        return (self._offset(stop) - begin) // self.dtype.itemsize
+        return self.begin(stop) - self.begin(first)
 
-    def _offset(self, sequence: int) -> int:
-        """Return the byte of the .bin at which a sequence begins, or the last one ends."""
-        return int(self.pointers[sequence]) if sequence < len(self) else self.tokens.nbytes
+    def begin(self, sequence: int) -> int:
+        """Return the token of the .bin at which a sequence begins, or the last one ends."""
+        if sequence < len(self):
+            return int(self.pointers[sequence]) // self.pointers_per_token
+        return len(self.tokens)
 
     def document(self, number: int) -> Ints:
         first, end = self.doc_idx[number : number + 2].tolist()
@@ -294,7 +374,7 @@ class Indexed:
     def sequence_at(self, token: int) -> int:
         """Return the sequence that holds this token of the file."""
         # numpy's search would first copy all pointers, which are unaligned in the file.
-        return bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
+        return bisect.bisect_right(self.pointers, token * self.pointers_per_token) - 1
 
 
 def damaged(prefix: str, what: str) -> UserError:

@@ -42,6 +42,7 @@ class Findings:
     tokens: int = 0
     bytes: int = 0
     dtype: str = ""
+    format: str = ""
     with_eod: str = ""
     crc32: dict[str, str] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)  # path: digest
@@ -52,7 +53,7 @@ class Findings:
             f"{self.prefix}: intact: "
             f"{self.documents:,} documents, "
             f"{self.sequences:,} sequences, "
-            f"{self.tokens:,} tokens ({self.dtype}), "
+            f"{self.tokens:,} tokens ({self.dtype}, {self.format} format), "
             f"{self.with_eod}{', '.join(sums)}, {speed}"
         )
 
@@ -84,11 +85,12 @@ def check_pair(
             digest(idx)
             index = Index(prefix, idx)
             findings.dtype = index.dtype.name
+            findings.format = index.format
             findings.sequences = len(index.sizes)
             findings.documents = max(len(index.borders) - 1, 0)
             findings.problems += [f"{prefix}.idx: {fault}" for fault in index.faults()]
             is_sound = not findings.problems
-            findings.tokens = index.described_bytes // index.dtype.itemsize if is_sound else 0
+            findings.tokens = index.described_tokens if is_sound else 0
             with open(f"{prefix}.bin", "rb") as file:
                 check_tokens(file, index, is_sound, vocab_size, eod, findings, digest)
     except FileNotFoundError as error:

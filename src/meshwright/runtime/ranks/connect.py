@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from meshwright.base.console import no_stderr
 from meshwright.base.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.config.problem import SettingsError
 from meshwright.runtime.ranks.compare import format_ranks
+from meshwright.runtime.ranks.interfaces import choose_interface, describe_interfaces
 from meshwright.runtime.ranks.lost import bare_message, is_lost_rank
 from meshwright.runtime.ranks.orphans import die_with_launcher
 from meshwright.runtime.ranks.team import Team, connect_tree
@@ -102,11 +102,13 @@ def _meet_and_connect(
     server = f"rank 0, or its launcher, at {world.address}:{world.port}"
     # First all ranks find one another on the store; then they connect, and meet again.
     store, end = within(until, lambda: _meet_on_store(world, until), server)
+    assert world.address is not None and world.port is not None
+    choose_interface(world.address, world.port, backend)
     store.set_timeout(timeout)
     connecting = _in_thread(lambda: _connect_groups(world, backend, store, timeout, device))
     unconnected = (
-        f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; open all "
-        "ports between the nodes"
+        f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; "
+        f"{describe_interfaces(world.address, world.port, backend)}"
     )
     try:
         wait([connecting], end - time.monotonic())
@@ -217,7 +219,6 @@ def _meet_on_store(world: World, until: float) -> tuple[PrefixStore, float]:
         )
     finally:
         have_met.set()
-    _choose_interface(*address)
     return run_store, time.monotonic() + max(left, CONNECT_SECONDS)
 
 
@@ -527,35 +528,6 @@ def _set_verdict(
     """Write the outcome; a problem is reported `everywhere` by the first rank of each machine."""
     verdict = {"problem": problem, "status": status, "everywhere": everywhere, "left": left}
     store.compare_set("verdict", "", json.dumps(verdict))
-
-
-def _choose_interface(address: str, port: int) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless the user chose one.
-
-    gloo itself takes that of the machine's name, often 127.0.1.1 or of another network.
-    """
-    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        names = sorted(name for _, name in socket.if_nameindex())
-        if not {*names} & {*chosen.split(",")}:
-            has = f"which has {', '.join(names)}"
-            raise UserError(
-                f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, {has}"
-            )
-    if chosen or not sys.platform.startswith("linux"):
-        return
-    import fcntl
-
-    # Choose the interface where the route to rank 0 begins.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((socket.gethostbyname(address), port))  # sends nothing; it looks up the route
-        own = s.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                # SIOCGIFADDR
-                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
-                    return
 
 
 def pick_backend(p: Parallel, device: torch.device, prints: bool = False) -> str:

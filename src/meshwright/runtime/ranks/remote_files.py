@@ -11,8 +11,6 @@ import json
 import os
 import re
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import (
@@ -27,6 +25,7 @@ from pathlib import Path
 
 from meshwright.base.errors import HANG, IO, UserError
 from meshwright.base.files import open_plain
+from meshwright.runtime.ranks.interfaces import GLOO, list_addresses
 
 LARGEST = 64 << 20  # bytes that a request may ask for
 SHORT = 4096  # bytes of a request, and of an answer that is no data
@@ -35,16 +34,12 @@ PATIENCE = 120.0  # seconds in which an answer must begin
 Address = tuple[str, int]
 
 
-def own_address() -> str:
+def served_address() -> str:
     """Return the address of this machine for the others, on the interface that gloo uses."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if chosen and sys.platform.startswith("linux"):
-        import fcntl
-
-        SIOCGIFADDR = 0x8915
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            request = struct.pack("256s", chosen[:15].encode())
-            return socket.inet_ntoa(fcntl.ioctl(s.fileno(), SIOCGIFADDR, request)[20:24])
+    name = os.environ.get(GLOO, "").split(",")[0]
+    addresses = list_addresses().get(name)
+    if addresses:
+        return addresses[0]
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
@@ -59,7 +54,7 @@ class FileServer:
         self.key = key
         # Without a key of its own it accepts at once: whoever does not answer the challenge keeps a
         # thread of his own waiting, and nobody else.
-        self.listener = Listener((own_address(), 0), backlog=128)
+        self.listener = Listener((served_address(), 0), backlog=128)
         self.address: Address = self.listener.address  # type: ignore[assignment]
         self.is_closed = False
         threading.Thread(target=self._accept, name="file server", daemon=True).start()

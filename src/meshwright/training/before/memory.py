@@ -15,7 +15,9 @@ import contextlib
 import functools
 import gc
 import math
+import socket
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -39,22 +41,43 @@ from meshwright.training.sizes import logits_bytes, state_bytes
 
 
 def require_memory(
-    config: TrainConfig, padded: int, pipeline_rank: int, device: torch.device
+    config: TrainConfig, padded: int, pipeline_rank: int, device: torch.device, team: Team
 ) -> None:
-    """Refuse, before anything is allocated, a run whose state and logits alone cannot fit."""
+    """Refuse, before anything is allocated, a run whose state and logits alone cannot fit.
+
+    On a CPU the ranks of a machine share its memory; all ranks come here.
+    """
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
     # Both are certain and large; other activations depend on recomputation and kernels.
     state = state_bytes(config, padded, pipeline_rank, device.type)
     logits = logits_bytes(config, padded, pipeline_rank)
-    if state + logits > have:
+    ranks = needed = 0
+    if device.type == "cpu":
+        ranks = on_this_machine(team, 1)
+        needed = on_this_machine(team, state + logits)
+    if max(state + logits, needed) > have:
+        shared = f", {needed / 2**30:,.1f} for the {ranks} ranks here" if ranks > 1 else ""
         parameters = parameters_of_ranks(config, padded)[pipeline_rank]
         raise SettingsError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
-            f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
+            f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens){shared}, "
             f"but the device has {have / 2**30:,.1f} GiB; reduce the model, {{micro_batch_size}} or {{seq_length}}"
         )
+
+
+def on_this_machine(team: Team, number: int) -> int:
+    """Return the sum of a number over the ranks of this machine, which its name tells."""
+
+    def add(tables: list[dict[str, int]]) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for table in tables:
+            sums.update(table)
+        return dict(sums)
+
+    name = socket.gethostname()
+    return team.merge({name: number}, add)[name]
 
 
 def fit_micro_batch(
@@ -104,7 +127,8 @@ def fit_micro_batch(
     # Random ids would leave their mark on fp8's scales; a trial puts the scales back.
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
-        size, message = find_largest(attempt, sizes, net.device, preferred, planned)
+        sharers = on_this_machine(team, 1) if net.device.type == "cpu" else 1
+        size, message = find_largest(attempt, sizes, net.device, preferred, planned, sharers)
     return team.merge(size, min), message
 
 
@@ -114,12 +138,14 @@ def find_largest(
     device: torch.device,
     preferred: int | None,
     planned: Callable[[int], int] | None = None,
+    sharers: int = 1,
 ) -> tuple[int, str]:
     """Return the largest micro-batch that fits and a log message.
 
     `attempt(n)` runs a forward and backward pass over n samples. `batches` are the run's batch
     sizes per data-parallel rank, which the micro-batch must divide. `preferred`, the size used
     before the run was resumed, is kept if it fits. `planned(n)` predicts the bytes of n samples.
+    So many `sharers` use the memory of a CPU, this rank among them.
     """
     # All divisors come in pairs, of which one is at most the root.
     common = math.gcd(*batches)
@@ -129,10 +155,12 @@ def find_largest(
     # On a CPU, where no attempt may fail, one and three samples give the slope, which decides.
     if device.type == "cpu":
         each = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2
-        have = devices.free_memory(device)
+        have = devices.free_memory(device) / sharers
         fitting = [n for n in divisors if n * each <= MEMORY_SHARE * have]
         size = preferred if preferred in fitting else max(fitting, default=1)
-        return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
+        for_each = f" for each of {sharers} ranks" if sharers > 1 else ""
+        free = f"{have / 2**30:,.1f} GiB are free{for_each}"
+        return size, f"one sample takes {each / 2**20:,.1f} MiB, {free}"
 
     # On a GPU, try the size of the resumed run, then the planned one, then what the slope promises.
     have = devices.free_memory(device)

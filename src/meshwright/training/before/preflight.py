@@ -39,6 +39,7 @@ from meshwright.training.sizes import (
     describe_layout,
     describe_memory,
     describe_place,
+    ranks_of_machine,
 )
 from meshwright.training.state.resume import (
     check_loading,
@@ -113,7 +114,8 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
             check_vocabulary(indexed, size)
 
     # Sizes, and the checkpoint that the run continues from.
-    lack = print_sizes(config, size)
+    ranks_here = world.local_size if world.size > 1 else ranks_of_machine(config)
+    lack = print_sizes(config, size, ranks_here)
     tokens = sum(len(indexed.tokens) for indexed in files)
     if files and tokens < config.global_batch * (d.seq_length or 0):
         show(
@@ -131,10 +133,9 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
     for problem in later:
         show(f"required before the run can start: {problem}")
     forecast = None if lack else find_forecast()
-    verdict = None if forecast is None else forecast.verdict(config, size)
+    verdict = None if forecast is None else forecast.verdict(config, size, ranks_here)
     if verdict is not None:
         show(verdict[1])
-    ranks_here = world.local_size if world.size > 1 else config.world
     if missing := devices.missing_here(config.parallel.device, ranks_here):
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
@@ -147,7 +148,7 @@ def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> i
     return USAGE if is_for_here and not does_fit else DONE
 
 
-def print_sizes(config: TrainConfig, vocab: int) -> str:
+def print_sizes(config: TrainConfig, vocab: int, ranks_here: int) -> str:
     """Print the run's parameters, work and memory; return why it cannot fit, "" if it may."""
     m, seq, padded = config.model, config.data.seq_length, padded_for(config, vocab)
     assert seq
@@ -176,7 +177,7 @@ def print_sizes(config: TrainConfig, vocab: int) -> str:
     show(
         f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart"
     )
-    if lack := describe_lack(config, padded):
+    if lack := describe_lack(config, padded, ranks_here):
         show(lack)
     return lack
 

@@ -78,7 +78,12 @@ class Interval:
         return max(left / self.samples_per_second, 0)
 
     def in_megatrons_form(self) -> str:
-        numbers = self.steps[-1] | {"lr": self.lr, "loss": scientific(self.loss)}
+        last = self.steps[-1]
+        numbers = last | {"lr": self.lr, "loss": scientific(self.loss)}
+        # Megatron leaves out what it knows of the gradients of a step that it skips.
+        for name in ("grad_norm", "num_zeros"):
+            if last["skipped"] and not math.isfinite(last.get(name, 0)):
+                del numbers[name]
         columns = [c for c in STEP_COLUMNS if c.line and c.name in numbers]
         of_columns = [column.line.format(numbers[column.name]) for column in columns]
         ms = self.seconds / len(self.steps) * 1e3

@@ -1,0 +1,7 @@
+# Nothing is to be edited here: this file stands where guides to LiBai open it; nothing reads it.
+# 这里不用修改：没有程序读取本文件，它只是放在教程让人打开的位置。
+#
+# Where a guide adds nvidia-smi at iteration 99, which shows the memory of the GPUs:
+#
+#   tools/args_libai_gpt2.sh, ours or OneAutoTest's     shows it by itself
+#   tools/train.sh, tools/train_net.py                  give --nvidia-smi-at 99
