@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ from meshwright.base.errors import IO, UserError
 from meshwright.checkpoint import loading, machines, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.remote_files import FileServer, RemoteFiles
 from meshwright.runtime.ranks.team import Team
+from meshwright.training.state import folder as run_folder
 from on_ranks import make_team, run_ranks, train_on_ranks
+from team_threads import on_threads
 
 SHAPES = {"h.0.attn.qkv.weight": (24, 10), "wte.weight": (37, 8), "ln_f.weight": (8,)}
 Places = Sequence[int]  # the machine of each rank
@@ -57,7 +62,7 @@ def part(team: Team, step: int, seed: int = 0) -> dict[str, BoxedTensor]:
 def save(here: Path, step: int, users: publish.Users) -> None:
     state = {"iteration": step}
     native.save_step(
-        here, step, part(team(), step), state, {}, team=team(), spread=publish.Spread(users)
+        here, step, part(team(), step), state, {}, team=team(), folders=publish.Folders(users)
     )
 
 
@@ -180,7 +185,7 @@ def copied(root: Path) -> None:
     here = disk(root, t.rank)
     users = publish.find_users(here, t)
     state = {"iteration": 1}
-    native.save_step(here, 1, part(t, 1), state, {}, team=t, spread=publish.Spread(users, 2))
+    native.save_step(here, 1, part(t, 1), state, {}, team=t, folders=publish.Folders(users, 2))
     assert len(list((here / "iter_0000001").glob("rank_*"))) == 2
 
     # One machine is lost, and in the other copy of its part a byte differs.
@@ -192,6 +197,7 @@ def copied(root: Path) -> None:
     assert load(disk(root, (3, 0, 1, 2)[t.rank]), 3) == 1
 
 
+@pytest.mark.flag("save_copies")
 def test_copies_on_other_machines_stand_in_for_a_lost_one(tmp_path: Path) -> None:
     run_ranks(copied, 4, tmp_path)
 
@@ -325,6 +331,24 @@ def goes_on_exactly(root: Path, places: Places, moved: list[Places], layout: str
         assert f"resuming at step {steps_done}" in log
     # Rank 0 has taken its records along.
     assert read_losses(disk(own, moved[-1][0])) == read_losses(disk(whole, 0))
+
+
+@pytest.mark.flag("save_on_each_node")
+@pytest.mark.parametrize(("choice", "expected"), [("auto", ()), ("no", ()), ("yes", (0, 1))])
+def test_the_choice_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, expected: tuple[int, ...]
+) -> None:
+    """Ranks share the folder here, and their machines have two names."""
+    hosts = threading.local()
+    monkeypatch.setattr("socket.gethostname", lambda: hosts.name)
+    config = with_settings(TrainConfig(), save=str(tmp_path), save_on_each_node=choice)
+
+    def find(team: Team) -> publish.Users:
+        hosts.name = f"node{team.rank}"
+        return run_folder.find_users(config, team)
+
+    found, _ = on_threads(2, find)
+    assert found == [expected] * 2
 
 
 @pytest.mark.whole

@@ -29,7 +29,7 @@ from meshwright.runtime.ranks.remote_files import Address, FileServer, RemoteFil
 from meshwright.runtime.ranks.team import Team
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.publish import Spread
+    from meshwright.checkpoint.publish import Folders
 
 FILE = r"(mp_rank_\d+(_\d+)?/)?\.?[A-Za-z0-9_][A-Za-z0-9_.-]*"  # of a step
 SERVED = rf"metrics\.jsonl|log\.txt|{OUR_STEP}/{FILE}"
@@ -333,7 +333,7 @@ def copy_parts(
     folder: Path,
     manifest: Manifest,
     writers: Mapping[str, int],
-    spread: Spread,
+    folders: Folders,
     team: Team,
 ) -> None:
     """Copy the files of a step that is being written to the next machines, verified.
@@ -341,8 +341,8 @@ def copy_parts(
     So each is on `copies` machines, and of as many less one the disks may be lost. `writers` are
     the first ranks of the machines that wrote the files.
     """
-    first_ranks = sorted({*spread.users})
-    number = first_ranks.index(spread.users[team.rank])
+    first_ranks = sorted({*folders.users})
+    number = first_ranks.index(folders.users[team.rank])
     key = bytes.fromhex(team.run_on_rank_0(lambda: secrets.token_hex(32)))
     with contextlib.ExitStack() as stack:
 
@@ -360,7 +360,7 @@ def copy_parts(
         def copy() -> None:
             if team.rank not in first_ranks:
                 return
-            for distance in range(1, min(spread.copies, len(first_ranks))):
+            for distance in range(1, min(folders.copies, len(first_ranks))):
                 source = first_ranks[number - distance]
                 for name, file in manifest.items():
                     # Each machine has written the small files.

@@ -118,16 +118,16 @@ def save_step(
     *,
     team: Team = ALONE,
     run: Path | None = None,
-    spread: publish.Spread = publish.ONE_FOLDER,
+    folders: publish.Folders = publish.ONE_FOLDER,
 ) -> None:
     """Write one step, which must not exist yet, with rank 0's state (JSON without NaN) and config.
 
     Rank 0 must hold `owner.lock_folder(root)`.
     """
     files, size = step_files(named, state, config or {}, team=team)
-    if publish.are_on_own_disks(root, spread.users):
-        files |= small_files(files, team, spread.users)
-    publish.write_step(root, step, files, bytes_needed=size, team=team, run=run, spread=spread)
+    if publish.are_on_own_disks(root, folders.users):
+        files |= small_files(files, team, folders.users)
+    publish.write_step(root, step, files, bytes_needed=size, team=team, run=run, folders=folders)
 
 
 def step_files(

@@ -40,14 +40,14 @@ Produce = Callable[[Write], None]  # writes a file's bytes, in order
 Users = tuple[int, ...]  # for each rank the first one that uses the same folder; empty if all do
 
 
-class Spread(NamedTuple):
-    """How the files of a step are spread over machines."""
+class Folders(NamedTuple):
+    """Which folders get the files of a step, and how many of them each."""
 
     users: Users = ()
     copies: int = 1  # machines that keep each file, where they do not share the folder
 
 
-ONE_FOLDER = Spread()
+ONE_FOLDER = Folders()
 PARTS = ".parts"  # in a run's folder: the temporary step that Megatron's tree is made from
 SEEN_WITHIN = 5.0  # seconds until a network file system shows one node's new files to another
 
@@ -67,16 +67,16 @@ def write_step(
     bytes_needed: int = 0,
     team: Team = ALONE,
     run: Path | None = None,
-    spread: Spread = ONE_FOLDER,
+    folders: Folders = ONE_FOLDER,
 ) -> None:
     """Write a step; `files` are this rank's part of it, by name.
 
     Rank 0 must hold the lock of `root`. An existing step is never overwritten unless it is damaged:
     then it is moved aside. `run` is the folder with the run's other steps, where it is not `root`.
-    If machines do not share `root`, as `spread` says, each keeps its ranks' files and the manifest.
+    If machines do not share `root`, as `folders` says, each keeps its ranks' files and the manifest.
     Nothing gets its name before all machines have written all, and no tracker before all names.
     """
-    root, users = Path(root), spread.users
+    root, users = Path(root), folders.users
     is_first = is_first_user(users, team)
     # Where a file is, for those who look for it on another machine; object storage has all of them.
     place = disks.own_place(run or root) if are_on_own_disks(run or root, users) else ""
@@ -116,9 +116,9 @@ def write_step(
         manifest = {
             name: manifests.File(*file) for part in parts[::-1] for name, file in part.items()
         }
-        if place and spread.copies > 1:
+        if place and folders.copies > 1:
             by_name = {name: users[rank] for rank, part in enumerate(parts) for name in part}
-            machines.copy_parts(folder, manifest, by_name, spread, team)
+            machines.copy_parts(folder, manifest, by_name, folders, team)
         names_here = [
             name
             for rank, part in enumerate(parts)

@@ -94,7 +94,7 @@ class Saver:
         self.uploader: Uploader | None = None
         remote = [Path(path) for path in (c.save, c.run_dir) if path and address_of(path)]
         self.users = users  # of the folder of --save
-        self.spread = publish.Spread(users, c.save_copies)
+        self.folders = publish.Folders(users, c.save_copies)
         self.is_first = publish.is_first_user(users, team)
         if c.save and remote and self.is_first:
             self.uploader = Uploader(remote[0], remote[1:], team, users)
@@ -196,7 +196,7 @@ class Saver:
                 state,
                 settings,
                 team=team,
-                spread=self.spread,
+                folders=self.folders,
             )
         remark(after, f"saved step {step:,}")
         self.tidy_and_send(step, best, team)
@@ -228,7 +228,7 @@ class Saver:
                 settings,
                 team=team,
                 run=root,
-                spread=publish.Spread(self.users),
+                folders=publish.Folders(self.users),
             )
             files_of_rank: dict[str, publish.Produce] = {}
 
@@ -250,7 +250,7 @@ class Saver:
                     machines.share_holders(team)
                 size = team.run_on_all(lambda: lay_out(machines))
                 publish.write_step(
-                    root, step, files_of_rank, bytes_needed=size, team=team, spread=self.spread
+                    root, step, files_of_rank, bytes_needed=size, team=team, folders=self.folders
                 )
         finally:
             if self.is_first:
