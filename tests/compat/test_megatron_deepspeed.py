@@ -395,7 +395,10 @@ def test_tools_for_checkpoints(
 
 
 def test_the_harness() -> None:
-    """Its flags become those of `meshwright evaluate`; --eval_fp32 wins over --fp16."""
+    """Its flags become those of `meshwright evaluate`; --eval_fp32 wins over --fp16.
+
+    bigscience's run_evalharness.sh gives sizes of -1, which are left to the checkpoint.
+    """
     script = runpy.run_path(str(TREE / "tasks/eval_harness/evaluate.py"))
     argv = "--load run --task_list piqa,boolq --results_path out.json --fp16 --adaptive_seq_len --bootstrap_iters 2"
     words = script["command"](f"{argv} --micro_bs_multiplier 4".split())
@@ -403,3 +406,10 @@ def test_the_harness() -> None:
         words == "evaluate --harness piqa,boolq --results-path out.json --load run --fp16".split()
     )
     assert "--fp16" not in script["command"]([*argv.split(), "--eval_fp32"])
+    sizes = "--num-layers -1 --hidden-size -1 --num-attention-heads -1 --max-position-embeddings -1"
+    argv = f"--load run --micro-batch-size 64 --task_list piqa --seq-length 2048 {sizes}"
+    words = script["command"]([*argv.split(), "--seq-length", "-1", "--inference", "--deepspeed"])
+    assert words[5:] == "--load run --micro-batch-size 64 --seq-length 2048".split() + [
+        "--inference",
+        "--deepspeed",
+    ]
