@@ -9,9 +9,9 @@ import runpy
 import shlex
 import shutil
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed_files
 import pytest
@@ -122,11 +122,52 @@ def test_from_the_downloads_to_the_data(place: Path, tmp_path: Path) -> None:
     assert not list(inside.glob("meg-gpt2*"))
 
 
-def test_its_requirements_are_the_clone() -> None:
+@pytest.mark.parametrize(
+    ("there", "installed"),
+    [("", True), ("bin/deepspeed", True), ("from deepspeed.launcher.runner import main", False)],
+    ids=["nothing", "ours", "deepspeed"],
+)
+def test_its_requirements_are_the_clone_and_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, installed: bool
+) -> None:
     """pip reads a path of a requirements file from where it is started: in that folder."""
-    [line] = (TREE / "requirements.txt").read_text().split()
-    project = tomllib.loads((TREE / line / "pyproject.toml").read_text())["project"]
-    assert project["name"] == "meshwright" and (TREE / line).resolve() == ROOT
+    assert (TREE / "requirements.txt").read_text().split() == ["."]
+    if there:
+        text = (TREE / there).read_text() if there.startswith("bin/") else there
+        (tmp_path / "deepspeed").write_text(text)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runpy.run_path(str(TREE / "setup.py"))
+    assert given["install_requires"] == [f"meshwright @ {ROOT.as_uri()}"]
+    assert given["scripts"] == (["bin/deepspeed"] if installed else [])
+
+
+@pytest.mark.long  # builds two wheels
+@pytest.mark.parametrize("there", [False, True], ids=["nothing", "deepspeed"])
+def test_installation_from_the_clone_alone(tmp_path: Path, there: bool) -> None:
+    """Without an index: `deepspeed` is ours, and needs no clone any more, or stays as it was."""
+    clone = tmp_path / "a clone"
+    for name in ("src", "compat/megatron-deepspeed"):
+        ignored = shutil.ignore_patterns("*.egg-info", "build")
+        shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    command = tmp_path / "there/bin/deepspeed"
+    if there:
+        command.parent.mkdir(parents=True)
+        command.write_text("#!/bin/sh\necho their own\n")
+        command.chmod(0o755)
+    script = f"export PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_PREFIX='{tmp_path}/there'\n"
+    script += f"export PATH='{tmp_path}/there/bin':$PATH\n"
+    script += "(cd 'a clone/compat/megatron-deepspeed' && pip install -r requirements.txt)\n"
+    script += (
+        "rm -r 'a clone'\nexport PYTHONPATH=$(echo there/lib/*/site-packages)\ndeepspeed --help\n"
+    )
+    out = shell(tmp_path, script)
+    assert "Successfully installed megatron-deepspeed-by-meshwright" in out
+    assert out.endswith("their own\n") if there else "--hostfile HOSTFILE" in out
 
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
