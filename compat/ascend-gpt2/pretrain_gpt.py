@@ -1,1 +1,1 @@
-../../pretrain_gpt.py
+../megatron-deepspeed/pretrain_gpt.py

@@ -1,7 +1,7 @@
-"""Megatron-DeepSpeed's script name: `meshwright train`, which starts anew over an earlier run.
+"""The script name of Megatron-DeepSpeed, and of Ascend's scripts that use it: `meshwright train`.
 
-There, --save without --load writes over the checkpoints of an earlier run. Here they are moved
-aside (--save-overwrite).
+There, --save without --load starts anew and writes over the checkpoints of an earlier run. Here
+they are moved aside (--save-overwrite), which the log says.
 """
 
 import sys

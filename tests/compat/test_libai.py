@@ -313,6 +313,43 @@ train.checkpointer.period = 2
 train.evaluation.enabled = False
 optim.lr = 1e-3
 """
+# As LiBai's configs have it since March 2023.
+TEST = """
+from libai.data import build_nlp_test_loader
+from libai.data.data_utils import get_indexed_dataset
+from libai.data.datasets import GPT2Dataset
+
+train.checkpointer.save_model_after_n_epoch = None
+dataloader.test = [
+    LazyCall(build_nlp_test_loader)(
+        dataset=LazyCall(GPT2Dataset)(
+            name="gpt-2", data_prefix="x", indexed_dataset=LazyCall(get_indexed_dataset)(
+                data_prefix="x", data_impl="mmap", skip_warmup=False),
+            max_seq_length=16, max_num_samples=10, seed=1234),
+        test_batch_size=4)
+]
+dataloader.test[0].dataset.data_prefix = prefix
+dataloader.test[0].dataset.indexed_dataset.data_prefix = prefix
+"""
+
+
+def test_a_test_set_beside(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has a loss of its own, beside that of the set that `splits` makes."""
+    Path("configs/tests.py").write_text(OWN.replace('"own"', '"tests"') + TEST)
+    words = (
+        "train.evaluation.enabled=True train.evaluation.eval_period=2 train.evaluation.eval_iter=1"
+    )
+    start = ["--config-file", "configs/tests.py", "--no-tensorboard"]
+    assert tool.train([*start, *words.split(), "--device=cpu"]) == 0
+    said = capsys.readouterr()
+    assert "validation loss at iteration 2 | " in said.out
+    assert "validation loss at iteration 2 on test0 | " in said.out
+    assert "each set of dataloader.test has a validation loss of its own" in said.err
+    longer = "dataloader.test[0].dataset.max_seq_length=32"
+    with pytest.raises(UserError, match="max_seq_length 32 must be the training's 16"):
+        flags_of(tool, [longer], "configs/tests.py")
+    with pytest.raises(UserError, match=r"dataloader.test\[0\]: sampler is no setting here"):
+        flags_of(tool, ["dataloader.test[0].sampler=1"], "configs/tests.py")
 
 
 def test_a_config_of_ones_own(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ import runpy
 import shlex
 import shutil
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed_files
 import pytest
@@ -135,11 +135,52 @@ def test_the_links_of_the_page(tmp_path: Path) -> None:
     assert {path.name for path in moved} == {"gpt2-vocab.json", "meg-gpt2_text_document.bin"}
 
 
-def test_its_requirements_are_the_clone() -> None:
+@pytest.mark.parametrize(
+    ("there", "installed"),
+    [("", True), ("bin/deepspeed", True), ("from deepspeed.launcher.runner import main", False)],
+    ids=["nothing", "ours", "deepspeed"],
+)
+def test_its_requirements_are_the_clone_and_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, installed: bool
+) -> None:
     """pip reads a path of a requirements file from where it is started: in that folder."""
-    [line] = (TREE / "requirements.txt").read_text().split()
-    project = tomllib.loads((TREE / line / "pyproject.toml").read_text())["project"]
-    assert project["name"] == "meshwright" and (TREE / line).resolve() == ROOT
+    assert (TREE / "requirements.txt").read_text().split() == ["."]
+    if there:
+        text = (TREE / there).read_text() if there.startswith("bin/") else there
+        (tmp_path / "deepspeed").write_text(text)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runpy.run_path(str(TREE / "setup.py"))
+    assert given["install_requires"] == [f"meshwright @ {ROOT.as_uri()}"]
+    assert given["scripts"] == (["bin/deepspeed"] if installed else [])
+
+
+@pytest.mark.long  # builds two wheels
+@pytest.mark.parametrize("there", [False, True], ids=["nothing", "deepspeed"])
+def test_installation_from_the_clone_alone(tmp_path: Path, there: bool) -> None:
+    """Without an index: `deepspeed` is ours, and needs no clone any more, or stays as it was."""
+    clone = tmp_path / "a clone"
+    for name in ("src", "compat/megatron-deepspeed"):
+        ignored = shutil.ignore_patterns("*.egg-info", "build")
+        shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    command = tmp_path / "there/bin/deepspeed"
+    if there:
+        command.parent.mkdir(parents=True)
+        command.write_text("#!/bin/sh\necho their own\n")
+        command.chmod(0o755)
+    script = f"export PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_PREFIX='{tmp_path}/there'\n"
+    script += f"export PATH='{tmp_path}/there/bin':$PATH\n"
+    script += "(cd 'a clone/compat/megatron-deepspeed' && pip install -r requirements.txt)\n"
+    script += (
+        "rm -r 'a clone'\nexport PYTHONPATH=$(echo there/lib/*/site-packages)\ndeepspeed --help\n"
+    )
+    out = shell(tmp_path, script)
+    assert "Successfully installed megatron-deepspeed-by-meshwright" in out
+    assert out.endswith("their own\n") if there else "--hostfile HOSTFILE" in out
 
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
@@ -408,7 +449,10 @@ def test_tools_for_checkpoints(
 
 
 def test_the_harness() -> None:
-    """Its flags become those of `meshwright evaluate`; --eval_fp32 wins over --fp16."""
+    """Its flags become those of `meshwright evaluate`; --eval_fp32 wins over --fp16.
+
+    bigscience's run_evalharness.sh gives sizes of -1, which are left to the checkpoint.
+    """
     script = runpy.run_path(str(TREE / "tasks/eval_harness/evaluate.py"))
     argv = "--load run --task_list piqa,boolq --results_path out.json --fp16 --adaptive_seq_len --bootstrap_iters 2"
     words = script["command"](f"{argv} --micro_bs_multiplier 4".split())
@@ -416,3 +460,10 @@ def test_the_harness() -> None:
         words == "evaluate --harness piqa,boolq --results-path out.json --load run --fp16".split()
     )
     assert "--fp16" not in script["command"]([*argv.split(), "--eval_fp32"])
+    sizes = "--num-layers -1 --hidden-size -1 --num-attention-heads -1 --max-position-embeddings -1"
+    argv = f"--load run --micro-batch-size 64 --task_list piqa --seq-length 2048 {sizes}"
+    words = script["command"]([*argv.split(), "--seq-length", "-1", "--inference", "--deepspeed"])
+    assert words[5:] == "--load run --micro-batch-size 64 --seq-length 2048".split() + [
+        "--inference",
+        "--deepspeed",
+    ]

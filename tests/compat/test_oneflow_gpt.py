@@ -264,6 +264,19 @@ def test_tools_beside_the_training(
     given = given_to_python(gpt, script, CHECKPOINT_PATH="both", VALID_DATA="lambada_test.jsonl")
     assert given[:2] == ["-m", "meshwright"] and main([*given[2:], "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["values"]["examples"] == 1
+    # The command of OneFlow's own lambada_cloze_accuracy.sh, but for sizes and the vocabulary.
+    monkeypatch.chdir(gpt)
+    words = (
+        "tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load both"
+    )
+    words += " --dataset lambada_test.jsonl --fp16 --hidden-dropout 0.0"
+    words += " --attention-dropout 0.0 --checkpoint-activations --multihead-attention-fusion"
+    words += " --make-vocab-size-divisible-by=128 --log-interval=10 --metric-print-format=table"
+    words += " --micro-batch-size=8 --num-gpus-per-node=1 --num-nodes=1 --node-ips=10.11.0.2"
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path("tasks/main.py", run_name="__main__")
+    assert end.value.code == 0 and "validation results on LAMBADA" in capfd.readouterr().out
     assert "set CHECKPOINT_PATH" in shell(gpt, script, status=2)
     assert "not needed: clone this repository" in shell(
         gpt, "bash tools/prepare_distribute.sh -n all", status=2

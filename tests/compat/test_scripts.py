@@ -203,7 +203,14 @@ def test_the_line_that_puts_it_first_in_path_is_said(page: str) -> None:
     assert 'export PATH="$PWD/bin:$PATH"' in (COMPAT / "megatron-deepspeed" / page).read_text()
 
 
-def test_megatron_deepspeed_starts_anew_over_an_earlier_run(
+STARTS_ANEW = (
+    "megatron-deepspeed/pretrain_gpt.py",
+    "megatron-deepspeed/pretrain_gpt2.py",
+    "ascend-gpt2/pretrain_gpt.py",
+)
+
+
+def test_pretraining_of_deepspeed_starts_anew_over_an_earlier_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """--save without --load moves the checkpoints of the run before aside; --load continues it."""
@@ -216,8 +223,8 @@ def test_megatron_deepspeed_starts_anew_over_an_earlier_run(
         ("--save a --save-overwrite", ""),
         ("--train-iters 2", ""),
     ):
-        for name in ("pretrain_gpt.py", "pretrain_gpt2.py"):
+        for name in STARTS_ANEW:
             monkeypatch.setattr("sys.argv", [name, *given.split()])
             with pytest.raises(SystemExit):
-                runpy.run_path(str(COMPAT / "megatron-deepspeed" / name), run_name="__main__")
+                runpy.run_path(str(COMPAT / name), run_name="__main__")
             assert ran.pop() == ["train", *f"{given}{more}".split()]

@@ -18,6 +18,8 @@ from meshwright.config.schema import TrainConfig
 OF_ZOO = Dialect(
     equal={"--zoo-sgd": ("optimizer", "sgd")},
     old_switches={"zoo_bf16": ("bf16", True)},
+    two_in_one={"--zoo-dropout": ("hidden_dropout", "attention_dropout", "0.25")},
+    unset={"num_experts": 2},
     no_effect={"--zoo-cages": (1, "there are none")},
     answer=lambda flag, given: f"{given} is for animals" if flag.startswith("--animal") else None,
     suffix=".zoo",
@@ -28,6 +30,8 @@ CACHES = (
     dialects.dialects,
     dialects.equal,
     dialects.old_switches,
+    dialects.two_in_one,
+    dialects.unset,
     dialects.no_effect,
     argv.syntax_of,
 )
@@ -53,6 +57,7 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
     register(zoo=f"{__name__}:OF_ZOO")
     (tmp_path / "s.zoo").write_text("0.5")
     words = ["--zoo-sgd", "--zoo-bf16", "--zoo-cages", "3", "--config", str(tmp_path / "s.zoo")]
+    words += ["--zoo-dropout", "0.5", "--num-experts", "2"]
     parsed = parse(*words)
     config = parsed.config
     assert (config.optimizer.optimizer, config.precision.bf16, config.optimizer.lr) == (
@@ -60,6 +65,10 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
         True,
         0.5,
     )
+    model = config.model
+    assert (model.hidden_dropout, model.attention_dropout, model.num_experts) == (0.5, 0.25, None)
+    given = parse("--attention-dropout", "0", "--zoo-dropout", "0.5").config.model
+    assert given.attention_dropout == 0
     assert "--zoo-cages is accepted and has no effect: there are none" in parsed.notices
     assert "--animal-food is for animals" in error_of(lambda: parse("--animal-food", "hay"), USAGE)
     shown = dialects.shown_arguments(config, parsed.ignored, "gloo")

@@ -15,6 +15,7 @@ from meshwright.compat.flags.megatron_flags import (
     OTHER_MODELS,
     REFUSED,
     RETIRED,
+    TWO_IN_ONE,
 )
 from meshwright.config import fields, flags
 from meshwright.config.fields import choices_of, inner_type, not_yet
@@ -109,6 +110,9 @@ def elsewhere() -> list[str]:
     for name, (setting, value) in (EQUAL | OLD_SWITCHES).items():
         flag = name if name in EQUAL else fields.spelling(name)
         same.setdefault(f"{fields.spelling(setting)} {value}", []).append(flag)
+    for name, (setting, other, value) in TWO_IN_ONE.items():
+        meant = f"{fields.spelling(setting)} and {fields.spelling(other)} {value}"
+        same.setdefault(meant, []).append(name)
     models = {
         f"for {model}": [f"--{s}*" for s in starts.split()]
         for model, starts in OTHER_MODELS.items()

@@ -21,12 +21,14 @@ from meshwright.config import fields, flags
 from meshwright.config.argv import syntax_of
 from meshwright.config.schema import TrainConfig
 
-# Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early
-# 2026 and the dataclasses from which Megatron-Core 0.16 makes the rest.
-MEGATRON = dict(
-    line.split()
-    for line in Path(__file__).with_name("megatron_core_flags.txt").read_text().splitlines()
-)
+# Names and numbers of values (*: any). The first file has those of Megatron-LM's arguments.py of
+# early 2026 and the dataclasses from which Megatron-Core 0.16 makes the rest; the second has what
+# bigscience's (8387ae17), Microsoft's (4efb479d) and DeepSpeed's own add, with hyphens.
+MEGATRON = {
+    name: count
+    for file in ("megatron_core_flags.txt", "megatron_deepspeed_flags.txt")
+    for name, count in map(str.split, Path(__file__).with_name(file).read_text().splitlines())
+}
 
 
 def test_every_flag_of_megatron_has_an_answer():
@@ -35,6 +37,11 @@ def test_every_flag_of_megatron_has_an_answer():
         name for name in MEGATRON if name not in ours and known_elsewhere(name, name) is None
     ]
     assert unknown == []
+    accepted = {
+        name: "*" if ours[name].count == "+" else str(ours[name].count)
+        for name in MEGATRON.keys() & NO_EFFECT.keys()
+    }
+    assert accepted == {name: MEGATRON[name] for name in accepted}
     assert not [
         name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)
     ]
@@ -52,6 +59,21 @@ def test_a_switch_that_is_one_of_our_settings(tmp_path):
             getattr(getattr(parse("--config", str(tmp_path / "c.yaml")).config, group), field)
             == value
         )
+
+
+def test_the_names_of_other_years():
+    """Flags of 2021, of Microsoft and of LLaMA's scripts, with the values that these give."""
+    words = "--activations-checkpoint-method block --activations-checkpoint-num-layers 3"
+    words += " --num-experts 1 --ds-sequence-parallel-size 1 --num-key-value-heads 2"
+    words += " --normalization rmsnorm --use-rotary-position-embeddings"
+    words += " --rotary-position-embeddings-theta 500000"
+    parsed = parse(*words.split())
+    t, m = parsed.config.training, parsed.config.model
+    recomputed = (t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
+    assert recomputed == ("full", "block", 3)
+    assert (m.num_experts, m.num_query_groups, m.normalization) == (None, 2, "RMSNorm")
+    assert m.rotary_base == 500000 and parsed.config.parallel.context_parallel_size == 1
+    assert parsed.notices == []
 
 
 def test_reasons_are_plain():

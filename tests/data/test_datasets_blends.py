@@ -161,6 +161,18 @@ def test_groups_are_ranges_of_documents(files):
     assert lines.count(" > building dataset index ...") == 3  # each pair of files once
 
 
+def test_groups_beside_a_split(files):
+    """They are further sets; those of --split stay as they are without them, if they have data."""
+    groups = {"valid_weighted_split_paths": ["ONE: p2"], "test_weighted_split_paths": ["LAST: p3"]}
+    alone, _, _ = build(data_path=["p0"], split="8,2,0")
+    made, _, _ = build(data_path=["p0"], split="8,2,0", **groups)
+    assert list(made) == ["train", "valid", "valid/ONE", "test/LAST"]
+    for key, number in (("train", 40), ("valid", 12)):
+        assert all(np.array_equal(made[key][k], alone[key][k]) for k in range(number))
+    one = Samples(Indexed("p2"), range(40), 12, SEQ, 1234)
+    assert all(np.array_equal(made["valid/ONE"][k], one[k]) for k in range(12))
+
+
 def test_more_files_than_the_limit_of_open_ones(tmp_path):
     """Five stay open for each data set; the usual limit is 1,024."""
     prefixes = [

@@ -55,8 +55,9 @@ _FIXED: dict[str, dict[str, Any]] = {
         "train.evaluation.eval_after_n_epoch": None,
     },
     "the warm-up is linear": {"train.scheduler.warmup_method": "linear"},
-    "validation and test set are parts of the training's files; see splits": {
-        "dataloader.test": []
+    "saves and validations are counted in steps": {
+        "train.checkpointer.save_model_after_n_epoch": None,
+        "train.evaluation.eval_after_n_epoch": None,
     },
 }
 FIXED = {key: (value, why) for why, keys in _FIXED.items() for key, value in keys.items()}
@@ -81,7 +82,12 @@ _IDLE = {
 }
 IDLE = {key: why for why, keys in _IDLE.items() for key in keys.split()}
 # beside the defaults
-READ = ("train.resume", "train.scheduler.eta_min", "train.scheduler.end_learning_rate")
+READ = (
+    "train.resume",
+    "train.scheduler.eta_min",
+    "train.scheduler.end_learning_rate",
+    "dataloader.test",
+)
 # Style, and the name and default of the last rate: LiBai's alpha is a fraction of the first.
 SCHEDULES = {
     "WarmupCosineLR": ("cosine", "alpha", 0.0),
@@ -89,6 +95,11 @@ SCHEDULES = {
 }
 SCHEDULES["WarmupPolynomialLR"] = ("linear", "end_learning_rate", 1e-4)
 DATASET = {"_target_", "name", "data_prefix", "indexed_dataset", "max_seq_length", "seed"}
+TEST_DATASET = {*DATASET, "max_num_samples"}
+TEST_LOADER = {"_target_", "dataset", "test_batch_size", "num_workers", "seed"}
+TESTS_ARE = (
+    "each set of dataloader.test has a validation loss of its own, of as many samples as the others"
+)
 
 
 def to_flags(
@@ -132,6 +143,8 @@ def to_flags(
         raise UserError("\n  ".join(wrong))
     out = [word for pair in given.items() for word in pair]
     out += model(settings) + update(settings, copies) + training(settings, copies) + data(settings)
+    if settings.get("dataloader.test"):
+        notes[TESTS_ARE] = None
     if settings.get("train.warmup_ratio"):
         notes["the decay starts after the warm-up, as Megatron's; LiBai's starts at step 0"] = None
     return out, list(notes)
@@ -237,7 +250,24 @@ def data(s: dict[str, Any]) -> list[str]:
         ",".join(map(str, splits[0])),
         "--seq-length",
         str(sets[0]["max_seq_length"]),
+        *test_sets(s.get("dataloader.test") or [], sets[0]["max_seq_length"]),
     ]
+
+
+def test_sets(loaders: list[dict[str, Any]], length: int) -> list[str]:
+    """Return the flags of the sets beside those that the training's files are divided into."""
+    groups = []
+    for number, loader in enumerate(loaders):
+        where = f"dataloader.test[{number}]"
+        dataset = loader["dataset"]
+        if more := (loader.keys() - TEST_LOADER) | (dataset.keys() - TEST_DATASET):
+            raise UserError(f"{where}: {', '.join(sorted(more))} is no setting here")
+        if dataset["max_seq_length"] != length:
+            raise UserError(
+                f"{where}.dataset.max_seq_length {dataset['max_seq_length']} must be the training's {length}"
+            )
+        groups.append(f"test{number}: {dataset['indexed_dataset']['data_prefix']}")
+    return ["--valid-weighted-split-paths", *groups] if groups else []
 
 
 def override(config: dict[str, Any], words: Collection[str]) -> None:

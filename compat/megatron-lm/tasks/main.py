@@ -13,7 +13,8 @@ from meshwright.__main__ import main  # noqa: E402
 def command(argv: list[str]) -> list[str]:
     """Return the words of `meshwright evaluate`, without the flags of Megatron's other tasks.
 
-    --batch-size is the micro-batch of its evaluate_zeroshot script.
+    --batch-size is the micro-batch of its evaluate_zeroshot script. OneFlow's script names the file
+    of --valid-data a second time, as the --dataset that its program always needs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--epochs")
@@ -21,11 +22,14 @@ def command(argv: list[str]) -> list[str]:
     parser.add_argument("--keep-last", action="store_true")
     parser.add_argument("--pretrained-checkpoint")
     parser.add_argument("--batch-size")
+    parser.add_argument("--dataset")
     found, rest = parser.parse_known_args(argv)
     if not any(word.split("=")[0] == "--load" for word in rest) and found.pretrained_checkpoint:
         rest += ["--load", found.pretrained_checkpoint]
     if found.batch_size is not None:
         rest += ["--micro-batch-size", found.batch_size]
+    if found.dataset is not None and found.dataset not in rest:
+        rest += ["--dataset", found.dataset]
     return ["evaluate", *rest]
 
 

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshwright.base.hints import nearest, our_word
-from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
+from meshwright.config.dialects import (
+    equal,
+    known_elsewhere,
+    no_effect,
+    old_switches,
+    two_in_one,
+)
 from meshwright.config.fields import (
     cached,
     config_fields,
@@ -45,6 +51,9 @@ class Option:
     target: str  # the name of the setting
     count: Count = 1
     value: Any = None  # what a switch sets, which no word follows
+    also: tuple[str, Any] | None = (
+        None  # another setting that it gives a value, if nothing else does
+    )
 
 
 @dataclass(frozen=True)
@@ -125,11 +134,14 @@ def _control_options(cls: type) -> dict[str, Option]:
 
 
 def _foreign_options(by_name: Mapping[str, Any]) -> dict[str, Option]:
-    """Return the switches of other programs that stand for settings of this command."""
+    """Return the flags of other programs that stand for settings of this command."""
     options: dict[str, Option] = {}
     for name, (target, value) in equal().items():
         if target in by_name:
             options[name] = Option(target, 0, value)
+    for name, (target, *also) in two_in_one().items():
+        if target in by_name:
+            options[name] = Option(target, also=(also[0], also[1]))
     # These have a target of their own: what they set depends on other settings.
     for switch, (target, _) in old_switches().items():
         if target in by_name:
@@ -155,8 +167,11 @@ class Typed:
 
     # setting -> text, list of texts or a switch's value
     values: dict[str, Any] = field(default_factory=dict)
+    # The same, of settings that a flag for another one sets too.
+    implied: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)  # without a flag
     unknown: list[str] = field(default_factory=list)  # flags that the command does not have
+    has_set_aside: bool = False  # words after such a flag, which may be its values
     problems: list[Problem] = field(default_factory=list)
     # Setting -> the flags that gave it a value, each with its last one.
     names: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -181,6 +196,11 @@ def read_argv(argv: Sequence[str], syntax: Syntax) -> Typed:
             break
         elif _is_flag(word, syntax):
             typed.unknown.append(word)
+            # The words after it may be its values: they are taken for nothing else.
+            if not (equals or syntax.names_follow):
+                set_aside = len(_up_to_next_flag(after, syntax))
+                at += set_aside
+                typed.has_set_aside |= set_aside > 0
         elif syntax.names_follow:
             typed.words += [word, *after]
             break
@@ -188,6 +208,7 @@ def read_argv(argv: Sequence[str], syntax: Syntax) -> Typed:
             typed.words.append(word)
     typed.problems += _given_twice(typed)
     _place_words(typed, syntax)
+    typed.values = typed.implied | typed.values
     return typed
 
 
@@ -211,6 +232,10 @@ def _is_flag(word: str, syntax: Syntax) -> bool:
     return not NEGATIVE_NUMBER.fullmatch(word) and " " not in word
 
 
+def _up_to_next_flag(words: Sequence[str], syntax: Syntax) -> list[str]:
+    return list(itertools.takewhile(lambda word: not _is_flag(word, syntax), words))
+
+
 def _read_flag(
     typed: Typed, name: str, joined: str | None, after: Sequence[str], syntax: Syntax
 ) -> int:
@@ -221,8 +246,8 @@ def _read_flag(
         after: The words after the flag.
     """
     option = syntax.options[name]
-    up_to_next_flag = itertools.takewhile(lambda word: not _is_flag(word, syntax), after)
-    values = [joined] if joined is not None else list(up_to_next_flag)
+    values = [joined] if joined is not None else _up_to_next_flag(after, syntax)
+    typed.implied |= [option.also] if option.also else []
 
     if option.count == 0:
         typed.values[option.target] = option.value
@@ -290,6 +315,14 @@ def _place_words(typed: Typed, syntax: Syntax) -> None:
         if typed.values.setdefault(name, word) != word:
             both = f"{plain(word)} and {with_value(name, typed.values[name])} name two folders; give one"
             typed.problems.append(Problem((name,), both))
+
+
+def maybe_set_aside(typed: Typed, syntax: Syntax) -> tuple[str, ...]:
+    """Return the settings that words after an unknown flag may be, if they are not its values."""
+    if not typed.has_set_aside:
+        return ()
+    targets = [positional.target for positional in syntax.positionals]
+    return tuple(target for target in targets if target not in typed.values)
 
 
 def answer_unknown(word: str, syntax: Syntax) -> Problem:

@@ -315,7 +315,8 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[Problem
     out += averages_problems(c.checkpoint)
     if not c.checkpoint.load:
         text = f"a checkpoint is needed: `meshwright {command} DIR` or {{load=DIR}}"
-        out.append(Problem(("load",), text, "missing"))
+        # `evaluate` takes several, as folders.
+        out.append(Problem(("load", "folders"), text, "missing"))
     return out
 
 

@@ -3,6 +3,7 @@
 1. `--data-path` or `--data-args-path`: one blend, whose files `--split` divides.
 2. `--train-data-path` and its sisters, or `--per-split-data-args-path`: a blend of files each.
 3. `--train-weighted-split-paths` and its sisters (bigscience): named groups of ranges of files.
+   Groups for validation and test alone may also stand beside the first way, as further sets.
 
 Only the files that flags name are read. ValueError says what is wrong, with fields as the text of a
 `Problem` has them.
@@ -100,7 +101,8 @@ def path_sets(d: Data) -> list[PathSet]:
         (groups, "names groups"),
     )
     used = [(named(names), meaning) for names, meaning in meanings if names]
-    if len(used) > 1:
+    adds_sets = not sets and not any(name.startswith("train") for name in groups)
+    if len(used) > 1 and not adds_sets:
         (first, meaning), *others = used
         contradicted = " and ".join(names for names, _ in others)
         raise ValueError(f"{first}, which {meaning}, contradicts {contradicted}; give either")
@@ -108,7 +110,7 @@ def path_sets(d: Data) -> list[PathSet]:
     if len(blends) > 1 or ("per_split_data_args_path" in sets and len(sets) > 1):
         raise ValueError(f"{used[0][0]} say the same thing twice; give one")
     if blends:
-        out = _together(d)
+        out = sorted(_together(d) + _groups(d), key=lambda one: SPLITS.index(one.split))
     elif sets:
         out = _apart(d)
     else:

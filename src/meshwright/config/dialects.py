@@ -26,10 +26,14 @@ Filled = tuple[TrainConfig, list[str], list[Problem]]  # a configuration, notice
 class Dialect:
     """What one program's users write. A dialect has some of these parts."""
 
-    # Switches, by their flags.
+    # Switches that are a setting with a value, by their flags.
     equal: Switches = field(default_factory=dict)
     # Older switches, by the names of their settings: files and saved runs may hold them too.
     old_switches: Switches = field(default_factory=dict)
+    # Flags that give their value to a setting, and another setting a fixed value.
+    two_in_one: Mapping[str, tuple[str, str, Any]] = field(default_factory=dict)
+    # Values that other programs give where a setting of ours is not given.
+    unset: Mapping[str, Any] = field(default_factory=dict)
     # Flags that are accepted without effect: the number of values (*: any), and why.
     no_effect: Mapping[str, tuple[int | str, str]] = field(default_factory=dict)
     # (flag, how it was given) -> the text of a problem, if it is known and not accepted.
@@ -51,6 +55,16 @@ def dialects() -> tuple[Dialect, ...]:
 @functools.cache
 def equal() -> dict[str, tuple[str, Any]]:
     return {name: setting for dialect in dialects() for name, setting in dialect.equal.items()}
+
+
+@functools.cache
+def two_in_one() -> dict[str, tuple[str, str, Any]]:
+    return {name: both for dialect in dialects() for name, both in dialect.two_in_one.items()}
+
+
+@functools.cache
+def unset() -> dict[str, Any]:
+    return {name: value for dialect in dialects() for name, value in dialect.unset.items()}
 
 
 @functools.cache

@@ -26,8 +26,8 @@ from meshwright.base.files import parse_toml, read_small
 from meshwright.base.hints import find_address, nearest, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
-from meshwright.config.argv import Syntax, answer_unknown, read_argv, syntax_of
-from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
+from meshwright.config.argv import Syntax, answer_unknown, maybe_set_aside, read_argv, syntax_of
+from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches, unset
 from meshwright.config.fields import (
     as_text,
     choices_of,
@@ -79,7 +79,13 @@ REPLACES = {
 REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
 # Words of other programs for values of ours, too different for a suggestion by spelling.
-OTHER_VALUES = {"hf": "huggingface", "k8s": "kubernetes", "GPT2Tokenizer": "GPT2BPETokenizer"}
+OTHER_VALUES = {
+    "hf": "huggingface",
+    "k8s": "kubernetes",
+    "GPT2Tokenizer": "GPT2BPETokenizer",
+    "layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+}
 # for choices that have these words; YAML reads `on` as True
 SWITCHED = {"true": "on", "false": "off"}
 # Why some words are not among the choices.
@@ -208,10 +214,14 @@ def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> 
     problems = reader.problems
     typed = read_argv(argv, syntax)
     problems += typed.problems
-    reported = {name for problem in problems for name in problem.about}
+    # A word that follows an unknown flag may be what such a setting seems to lack.
+    unsure = maybe_set_aside(typed, syntax)
+    for word in typed.unknown:
+        if word.startswith("--"):
+            problem = answer_unknown(word, syntax)
+            problems.append(Problem((*problem.about, *unsure), problem.text))
+    reported = {name for problem in typed.problems for name in problem.about} | {*unsure}
     lacking = {name: shown for name, shown in typed.missing(syntax).items() if name not in reported}
-    unknown_flags = [word for word in typed.unknown if word.startswith("--")]
-    problems += [answer_unknown(word, syntax) for word in unknown_flags]
     # Nothing more is known without what the command needs; a misspelt flag is often the reason.
     if lacking:
         required = f"the following arguments are required: {', '.join(lacking.values())}"
@@ -225,7 +235,7 @@ def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> 
     stray = [word for word in typed.unknown if not word.startswith("--")] + typed.words
     if stray and not problems:
         advice = _advice_of_word(stray[0], reader)
-        problems.append(Problem((), f"unexpected argument {plain(repr(stray[0]))}{advice}"))
+        problems.append(Problem(unsure, f"unexpected argument {plain(repr(stray[0]))}{advice}"))
         # read it, so that nothing in it is missed
         if "{config_file}" in advice and os.path.isfile(stray[0]):
             typed.values.setdefault("config_file", stray[0])
@@ -658,9 +668,11 @@ class LayerReader:
             out[name] = value
             return
         try:
-            out[name] = convert_value(kind, value)
+            converted = convert_value(kind, value)
         except ValueError as error:
             self._refuse(name, given, f": {error}")
+            return
+        out[name] = None if name in unset() and converted == unset()[name] else converted
 
     def _refuse(self, name: str, given: GivenAs, why: str) -> None:
         self.problems.append(Problem((name,), plain(given.name + given.place + why)))

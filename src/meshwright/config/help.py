@@ -22,7 +22,7 @@ from typing import Any
 from meshwright.base import host
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
-from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
+from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches, two_in_one
 from meshwright.config.fields import (
     choices_of,
     config_fields,
@@ -207,6 +207,8 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         return [f"{flag} is accepted and has no effect: {no_effect()[flag][1]}."]
     if same := equal().get(flag) or old_switches().get(flag[2:].replace("-", "_")):
         return [f"{flag} is {spelling(same[0])} {same[1]}."]
+    if both := two_in_one().get(flag):
+        return [f"{flag} VALUE is {spelling(both[0])} VALUE {spelling(both[1])} {both[2]}."]
     if elsewhere := known_elsewhere(flag, flag):
         return [f"{FLAGS.render(elsewhere)}."]
     return find_flags(command, shown, topic, names)

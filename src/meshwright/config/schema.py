@@ -154,6 +154,7 @@ class Model:
     num_query_groups: int | None = flag(
         None,
         "number of key/value heads; enables --group-query-attention",
+        "--num-key-value-heads",
         bound=">0",
         outcome="groups",
     )
@@ -171,7 +172,12 @@ class Model:
     )
     rotary_percent: float = flag(1.0, "fraction of each head that is rotated", bound=">0", **ROTARY)
     rotary_base: float = flag(
-        10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", **ROTARY
+        10000.0,
+        "base of rotary frequencies",
+        "--rope-theta",
+        "--rotary-position-embeddings-theta",
+        bound=">0",
+        **ROTARY,
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = flag(
         "none",
@@ -779,7 +785,12 @@ class Training:
         **RECOMPUTED,
     )
     recompute_num_layers: int = flag(
-        1, "layers for the method", "--checkpoint-num-layers", bound=">0", **RECOMPUTED
+        1,
+        "layers for the method",
+        "--checkpoint-num-layers",
+        "--activations-checkpoint-num-layers",
+        bound=">0",
+        **RECOMPUTED,
     )
     checkpoint_in_cpu: bool = flag(
         False,
@@ -1061,6 +1072,7 @@ class Parallel:
     context_parallel_size: int = flag(
         1,
         "number of ranks that split each sequence",
+        "--ds-sequence-parallel-size",
         bound=">0",
         docs="parallelism randomness",
         read="run",

@@ -125,8 +125,8 @@ def continue_datasets(
                 out[name] = Mock(vocab_size, sizes[name], d.seq_length, t.seed + n)
     else:
         for spec, parts in open_parts(config, vocab_size):
-            # Validation sets with names of their own take the place of the one without.
-            if spec.key != spec.paths.split:
+            # Sets with names of their own take the place of the one without, unless it has data.
+            if spec.paths.name and out.get(spec.paths.split) is None:
                 out.pop(spec.paths.split, None)
             if spec.key == "train":
                 history = continue_history(past, parts, spec.samples, consumed, d)

@@ -9,6 +9,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "src"))
 
 from meshwright.__main__ import main  # noqa: E402
 
+# Megatron's parser demands these, and bigscience's scripts give -1: the checkpoint says them.
+SAID_BY_CHECKPOINT = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--max-position-embeddings",
+)
+
+
+def without_dummies(argv: list[str]) -> list[str]:
+    out: list[str] = []
+    for word in argv:
+        if word == "-1" and out and out[-1] in SAID_BY_CHECKPOINT:
+            out.pop()
+        else:
+            out.append(word)
+    return out
+
 
 def command(argv: list[str]) -> list[str]:
     """Return the words of `meshwright evaluate`; what it does anyway is left out."""
@@ -19,7 +38,7 @@ def command(argv: list[str]) -> list[str]:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
     for name in ("bootstrap_iters", "micro_bs_multiplier"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    found, rest = parser.parse_known_args(argv)
+    found, rest = parser.parse_known_args(without_dummies(argv))
     if found.eval_fp32:
         rest = [word for word in rest if word not in ("--fp16", "--bf16")]
     return ["evaluate", "--harness", found.task_list, "--results-path", found.results_path, *rest]

@@ -19,6 +19,8 @@ def _arguments(config: TrainConfig, ignored: Mapping[str, Any], backend: str) ->
 MEGATRON = Dialect(
     equal=megatron_flags.EQUAL,
     old_switches=megatron_flags.OLD_SWITCHES,
+    two_in_one=megatron_flags.TWO_IN_ONE,
+    unset=megatron_flags.UNSET,
     no_effect=megatron_flags.NO_EFFECT,
     answer=megatron_flags.known_elsewhere,
     arguments=_arguments,

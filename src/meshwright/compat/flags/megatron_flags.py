@@ -17,6 +17,10 @@ EQUAL: Setting = {switch: (name, value) for switch, (name, value) in _TABLES["eq
 OLD_SWITCHES: Setting = {
     switch: (name, value) for switch, (name, value) in _TABLES["old_switches"].items()
 }
+TWO_IN_ONE: dict[str, tuple[str, str, Any]] = {
+    flag: (name, also, value) for flag, (name, also, value) in _TABLES["two_in_one"].items()
+}
+UNSET: dict[str, Any] = _TABLES["unset"]
 _COUNTS: dict[str, int | str] = {"": 0, "1": 1, "*": "*"}
 # Accepted flags: number of values, and why they have no effect here, which each run reports.
 NO_EFFECT = {
