@@ -73,7 +73,7 @@ def write_step(
 
     Rank 0 must hold the lock of `root`. An existing step is never overwritten unless it is damaged:
     then it is moved aside. `run` is the folder with the run's other steps, where it is not `root`.
-    If machines do not share `root`, as `folders` says, each keeps its ranks' files and the manifest.
+    If machines do not share `root`, each of the `folders` gets its ranks' files and the manifest.
     Nothing gets its name before all machines have written all, and no tracker before all names.
     """
     root, users = Path(root), folders.users
