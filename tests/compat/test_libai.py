@@ -267,7 +267,7 @@ REFUSED = {
     "train.scheduler._target_=libai.scheduler.WarmupStepLR": "WarmupStepLR is refused; known are WarmupCosineLR,",
     "model._target_=libai.models.BertForPreTraining": "model._target_ BertForPreTraining is refused; known are GPT",
     "train.dist.pipeline_num_layers=12": "pipeline_num_layers 12 must be model.cfg.num_layers 24",
-    "train.evaluation.eval_after_n_epoch=1": "refused: give steps: train.checkpointer.period",
+    "train.evaluation.eval_after_n_epoch=1": "refused: saves and validations are counted in steps; give None",
     "dataloader.train.dataset[0].mask=1": "dataloader.train.dataset: mask is no setting here",
     "dataloader.train.dataset[3].seed=1": "no table dataloader.train.dataset.3",
 }
