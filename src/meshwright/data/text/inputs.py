@@ -391,9 +391,7 @@ def open_source(source: Input, buffering: int = limits.PIECE) -> BinaryIO:
     except OSError as error:
         if source.folder is not None:
             raise folders.unreadable(source.path, error) from None
-        raise UserError(
-            f"{shown(source.path)} cannot be read: {error.strerror}", IO
-        ) from None
+        raise UserError(f"{shown(source.path)} cannot be read: {error.strerror}", IO) from None
 
 
 def refuse_other_than_text(path: str, mode: int) -> None:
