@@ -108,7 +108,7 @@ def test_sizes(flags, want):
 
 
 @pytest.mark.flag(
-    """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout bias_gelu_fusion
+    """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout
     attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
     use_parallel_residual init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay
     clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef window_size embedding_lr vector_lr
@@ -123,7 +123,6 @@ def test_sizes(flags, want):
         ["--hidden-dropout", "0"],
         ["--attention-dropout", "0"],
         ["--embedding-dropout", "0"],
-        ["--no-bias-gelu-fusion"],
         ["--attention-impl", "sdpa"],
         ["--seq-length", "8"],
         ["--seed", "5"],
@@ -172,6 +171,14 @@ def test_changes_the_losses(losses, base, flags):
         "vector-lr",
     )
     assert (got[0] == base[0]) == flags[0].strip("-").startswith(first)
+
+
+@pytest.mark.flag("bias_gelu_fusion")
+def test_gelu_and_its_tanh_change_the_losses(losses):
+    """They differ by at most 5e-4, and a float32 may round that away."""
+    double = ("--params-dtype", "float64")
+    approximate, exact = losses(*double)[0], losses(*double, "--no-bias-gelu-fusion")[0]
+    assert 1e-9 < abs(approximate - exact) < 1e-4, (approximate, exact)
 
 
 @pytest.mark.flag("distributed_backend distributed_timeout_minutes local_rank")

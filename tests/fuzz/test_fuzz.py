@@ -208,13 +208,16 @@ LEVERS = """--untie-embeddings-and-output-weights --embedding-lr 3e-3 --head-lr 
 0.2 --zero-init-projections --cautious-weight-decay --weight-decay 0.5 --weight-decay-incr-style rate --min-lr 1e-3"""
 
 
-def test_the_independent_trainer_has_the_levers_of_the_update(monkeypatch, tmp_path):
-    """Own peak rates, projections that start at 0, and a cautious decay that follows the rate."""
+@pytest.mark.parametrize(
+    "flags",
+    [f"{LEVERS} --optimizer muon", "--num-layers 2 --window-size 6 --window-attn-skip-freq 2"],
+    ids=["levers", "windows"],
+)
+def test_the_independent_trainer_agrees(flags, monkeypatch, tmp_path):
+    """With own peak rates, projections that start at 0 and a cautious decay; with windows."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
-    case = cases.read(
-        f"{LEVERS} --optimizer muon --train-iters 4 --eval-iters 0".replace("\n", " ")
-    )
+    case = cases.read(f"{flags} --train-iters 4 --eval-iters 0".replace("\n", " "))
     assert crews.run_one([], case, str(tmp_path), False, "") == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import re
 import resource
@@ -65,6 +66,20 @@ def keep_freed_memory() -> None:
 
         for setting, size in MALLOPT.items():
             ctypes.CDLL(None).mallopt(setting, size)
+
+
+def returned_memory(size: int) -> mmap.mmap:
+    """Return zeroed memory, in bytes, that the system has back as soon as nothing uses it.
+
+    GNU's C library keeps freed blocks of up to 32 MiB, and has a heap for each of several threads.
+    """
+    # Python's default would be memory that processes share; nothing can be mapped of no bytes.
+    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A page of 2 MiB is cleared in a tenth of the time that 512 small ones take.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def cores() -> int:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import mmap
 import os
 import shutil
 import time
@@ -27,7 +26,7 @@ from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.publish import Produce
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
-from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
+from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo, flat_zeros
 from meshwright.config import check_values, fields, flags
 from meshwright.config.fields import spelling
 from meshwright.config.problem import (
@@ -370,14 +369,9 @@ def native_files(source: Source) -> dict[str, Produce]:
 
 
 def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
-    """Read a box into memory that, unlike torch's, returns to the system at once."""
-    import torch
-
     flat = extent.flat
     box = extent.box
-    # Python's default would be memory that processes share; nothing can be mapped of no bytes.
-    memory = mmap.mmap(-1, max(flat.nbytes, 8), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensor = torch.frombuffer(memory, dtype=flat.dtype)[: flat.numel()]
+    tensor = flat_zeros(flat.numel(), flat.dtype)
     source.fill({extent.key: (box.size, [(box.offset, box.size)], tensor)})
     return tensor
 

@@ -15,6 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,7 +92,7 @@ class RunMachines:
     def key_of(self, path: Path) -> str:
         return f"{path.parent.name}/{path.name}"
 
-    def read(self, path: Path, begin: int, data: bytearray, attempt: int) -> None:
+    def read(self, path: Path, begin: int, data: bytearray | mmap, attempt: int) -> None:
         """Fill a buffer from a machine that has a file; another attempt asks another one."""
         key = self.key_of(path)
         # The ranks of a large run ask different machines, if several have the file.

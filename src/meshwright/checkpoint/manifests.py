@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import mmap
 import os
 import re
 import stat
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base import files
 from meshwright.base.errors import BAD_DATA, IO, UserError
+from meshwright.base.host import returned_memory
 from meshwright.base.storage import store
 from meshwright.checkpoint import disks
 from meshwright.runtime.ranks.team import Team
@@ -87,10 +89,10 @@ class FilePart(NamedTuple):
 
 
 Manifest = dict[str, File]
-Chunks = dict[tuple[Path, int], bytearray]
+Chunks = dict[tuple[Path, int], mmap.mmap]
 
 
-def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
+def sha256(parts: Iterable[bytes | memoryview | mmap.mmap]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)  # without the GIL
@@ -296,8 +298,8 @@ class VerifiedReader:
         self.file = file
         self.last: Chunks = {} if last is None else last
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
-        self.ready: dict[int, Future[bytearray]] = {}
-        self.spare: list[bytearray] = []  # new memory costs more than reading into it
+        self.ready: dict[int, Future[mmap.mmap]] = {}
+        self.spare: list[mmap.mmap] = []  # new memory has to be cleared first
         self.machines = machines
         self.is_on_other = machines is not None and machines.is_on_other(path)
         self.fd: int | None = None
@@ -343,7 +345,7 @@ class VerifiedReader:
         start = index * CHUNK
         return memoryview(self.chunk(index))[begin - start : end - start]
 
-    def chunk(self, index: int) -> bytearray:
+    def chunk(self, index: int) -> mmap.mmap:
         if (self.path, index) in self.last:
             return self.last[self.path, index]
         # Chunks are asked for in their order: one that was passed over is not needed.
@@ -360,12 +362,12 @@ class VerifiedReader:
         self.last[self.path, index] = data
         return data
 
-    def _memory(self, size: int) -> bytearray:
+    def _memory(self, size: int) -> mmap.mmap:
         with contextlib.suppress(IndexError):  # other threads take from the list too
-            return self.spare.pop() if size == CHUNK else bytearray(size)
-        return bytearray(size)
+            return self.spare.pop() if size == CHUNK else returned_memory(size)
+        return returned_memory(size)
 
-    def _read_chunk(self, index: int) -> bytearray:
+    def _read_chunk(self, index: int) -> mmap.mmap:
         begin = index * CHUNK
         data = self._memory(min(CHUNK, self.file.size - begin))
         expected = self.file.digest(index)
@@ -378,7 +380,7 @@ class VerifiedReader:
             f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
         )
 
-    def _fill(self, data: bytearray, begin: int, attempt: int) -> None:
+    def _fill(self, data: mmap.mmap, begin: int, attempt: int) -> None:
         """Read into `data` what the file has from byte `begin` on."""
         if self.machines is not None and self.is_on_other:
             self.machines.read(self.path, begin, data, attempt)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base.errors import bad_data
 from meshwright.base.files import sample
+from meshwright.base.host import returned_memory
 from meshwright.checkpoint.boxes import (
     Box,
     Shape,
@@ -44,6 +45,15 @@ class TensorInfo(NamedTuple):
 
     shape: Shape
     dtype: str  # torch's name: "float32"
+
+
+def flat_zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers to read into, whose memory, unlike torch's, the system has back at once."""
+    import torch
+
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(returned_memory(count * dtype.itemsize), dtype=dtype)
 
 
 @dataclass

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,8 @@ def stop_in(name: str) -> None:
     real = getattr(connect, name)
 
     def stop_and_call(*args: Any, **named: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # Sent to the process, another thread may take it, and this one goes on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return real(*args, **named)
 
     setattr(connect, name, stop_and_call)

@@ -29,7 +29,7 @@ from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.publish import write_durably
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
-from meshwright.checkpoint.sources import Source
+from meshwright.checkpoint.sources import Source, flat_zeros
 from meshwright.config.schema import Model
 from meshwright.data.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokenizer
 from meshwright.data.vocabularies import (
@@ -348,7 +348,8 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes in their order; a transposed one in strips, for speed copied twice."""
     import torch
 
-    tensor = torch.empty(part.read, dtype=getattr(torch, TORCH[part.dtype]))
+    dtype = getattr(torch, TORCH[part.dtype])
+    tensor = flat_zeros(math.prod(part.read), dtype).view(part.read)
     source.fill({part.ours: (source.tensors[part.ours].shape, part.boxes, tensor)})
     if not part.transposed:
         yield tensor.view(-1).view(torch.uint8).numpy().data

@@ -109,7 +109,8 @@ def why_binary(content: bytes) -> str:
     number = len(CONTROL.findall(sample))
     if number <= LEAST_CONTROL * len(sample) or is_utf8(sample):
         return ""
-    return f"{number:,} control characters in {len(sample):,} bytes"
+    characters = "character" if number == 1 else "characters"
+    return f"{number:,} control {characters} in {len(sample):,} bytes"
 
 
 def is_decoded(text: bytes) -> bool:

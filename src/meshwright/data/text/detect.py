@@ -18,7 +18,7 @@ from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import charsets, containers, folders, formats, html_pages, jsonl
 from meshwright.data.text.containers import STREAMS
 from meshwright.data.text.formats import JSONL, PAGE, TEXT
-from meshwright.data.text.records import BINARY, Rejected, TextPlace, shown
+from meshwright.data.text.records import BINARY, Rejected, TextPlace, named
 from meshwright.data.text.rows import refuse_header
 
 _PACKED = r"(\.(gz|xz|zst|bz2))?$"
@@ -197,7 +197,7 @@ def is_json_lines(start: bytes, keys: Sequence[str]) -> bool:
 def a_pdf(path: str) -> UserError:
     text = shlex.quote(f"{path.removesuffix('.pdf')}.txt")
     return bad_data(
-        f"--input {shown(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}"
+        f"{named(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}"
     )
 
 
@@ -214,9 +214,9 @@ def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detecte
 
     # These can only be read in any order, so not from a stream.
     if inner == "zip":
-        raise bad_data(f"--input {path} is a zip archive in a stream: give it as a plain file")
+        raise bad_data(f"{named(path)} is a zip archive in a stream: give it as a plain file")
     if inner in (*TABLES, SQLITE) and origin == "named":
-        raise bad_data(f"--input {path} is a table ({inner}) in a stream: give it as a plain file")
+        raise bad_data(f"{named(path)} is a table ({inner}) in a stream: give it as a plain file")
     if inner in (*TABLES, SQLITE):
         return Rejected(BINARY, TextPlace(path), is_error=False)
     if inner != "pdf":
@@ -259,4 +259,4 @@ def _refuse_json(place: TextPlace, head: bytes, keys: Sequence[str]) -> Rejected
 def _require_text(path: str, head: bytes) -> None:
     if why := charsets.why_binary(head):
         binary = Rejected(BINARY, TextPlace(path), why)
-        raise bad_data(f"--input {binary.complaint(True)}")
+        raise bad_data(binary.complaint(True))

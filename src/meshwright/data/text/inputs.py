@@ -391,21 +391,19 @@ def open_source(source: Input, buffering: int = limits.PIECE) -> BinaryIO:
     except OSError as error:
         if source.folder is not None:
             raise folders.unreadable(source.path, error) from None
-        raise UserError(
-            f"--input {shown(source.path)} cannot be read: {error.strerror}", IO
-        ) from None
+        raise UserError(f"{shown(source.path)} cannot be read: {error.strerror}", IO) from None
 
 
 def refuse_other_than_text(path: str, mode: int) -> None:
     """Refuse devices, some of which never end, and token files."""
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise bad_data(
-            f"--input {shown(path)} is a device; give a file or a folder, or - for standard input"
+            f"{shown(path)} is a device; give a file or a folder, or - for standard input"
         )
     prefix, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx") and all(os.path.exists(prefix + end) for end in (".bin", ".idx")):
         raise bad_data(
-            f"--input {shown(path)} holds tokens already; give the text, or train on them: --data-path {shown(prefix)}"
+            f"{shown(path)} holds tokens already; give the text, or train on them: --data-path {shown(prefix)}"
         )
 
 
@@ -432,7 +430,7 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
             start = detect.look_at(file)
     except OSError as error:
         if is_named:
-            raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
+            raise UserError(f"{shown(path)} cannot be read: {error.strerror}", IO) from None
         raise folders.unreadable(path, error) from None
 
     # Tables are read from a disk alone.

@@ -146,6 +146,11 @@ def shown(path: str) -> str:
     return path if path.isprintable() else path.encode("unicode_escape").decode()
 
 
+def named(path: str) -> str:
+    """Return what an error calls an input, however the command that reads it was given it."""
+    return "the standard input" if path == "-" else shown(path)
+
+
 def count_lines(path: str, end: int) -> int:
     """Return how many lines end before this byte."""
     lines = 0

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 from collections.abc import Mapping
+from mmap import mmap
 from multiprocessing.connection import (
     Client,
     Connection,
@@ -114,7 +115,7 @@ class RemoteFiles:
         self.idle: list[tuple[int, Connection]] = []  # connections that no thread uses now
         self.lock = threading.Lock()
 
-    def read(self, rank: int, name: str, begin: int, into: bytearray) -> None:
+    def read(self, rank: int, name: str, begin: int, into: bytearray | mmap) -> None:
         """Fill a buffer with what a file of that rank has from byte `begin` on."""
         host, port = self.addresses[rank]
         where = f"{name} on rank {rank} ({host}:{port})"

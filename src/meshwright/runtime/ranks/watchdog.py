@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from meshwright.base.errors import HANG
 from meshwright.base.files import own_file
 from meshwright.runtime.ranks import heartbeat as heartbeats
+from meshwright.runtime.ranks import team
 from meshwright.runtime.ranks.compare import format_ranks
 from meshwright.runtime.ranks.connect import find_missing
 from meshwright.runtime.ranks.heartbeat import PHASES, Heartbeat
@@ -65,6 +66,8 @@ INPUT = re.compile(
     r"\b(read|readinto|open|input|sleep|select|poll|urlopen|fsync|acquire|join|result)\w*\("
 )
 LIBRARY = os.path.dirname(os.__file__)
+# Every exchange of small values waits in the same few lines, so who asked for it says more.
+TEAM = team.__file__
 # Files whose calls are on the stack only while kernels are being made.
 COMPILERS = (
     "/torch/_dynamo/convert_frame.py",
@@ -606,11 +609,11 @@ def callers(frame: FrameType) -> Iterator[FrameType]:
 
 
 def describe_frame(frame: FrameType) -> str:
-    """Return the innermost call that is not torch's or the standard library's."""
+    """Return the innermost call that is not torch's, the standard library's or the team's."""
     at = frame
     for caller in callers(frame):
         file = caller.f_code.co_filename
-        if "/torch/" not in file and not is_library(file):
+        if "/torch/" not in file and not is_library(file) and file != TEAM:
             at = caller
             break
     code = at.f_code

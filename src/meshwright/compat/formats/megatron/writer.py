@@ -27,7 +27,7 @@ from meshwright.checkpoint import exports
 from meshwright.checkpoint.pickle.writer import Later, write_torch_file
 from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.saved_model import model_settings
-from meshwright.checkpoint.sources import Source, TensorInfo
+from meshwright.checkpoint.sources import Source, TensorInfo, flat_zeros
 from meshwright.compat.flags.argument_dump import OFF
 from meshwright.compat.formats.adam import MOMENTS
 from meshwright.compat.formats.megatron import names
@@ -222,7 +222,7 @@ def rank_part(
         boxes = [((half, *at[1:]), (1, *local[1:])) for half in halves]
 
     def make() -> torch.Tensor:
-        tensor = torch.zeros(shape, dtype=dtype)
+        tensor = flat_zeros(prod(shape), dtype).view(shape)
         count = sum(prod(size) for _, size in boxes)
         if count:
             target.source.fill({name: (full, boxes, tensor.view(-1)[:count])})
