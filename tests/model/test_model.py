@@ -6,11 +6,13 @@ import functools
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import TINY
 from meshwright.base import device as devices
 from meshwright.config import schema as config
 from meshwright.model import attention, counts, gpt, pick, positions
+from meshwright.model import recompute as attention_results
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
@@ -190,9 +192,40 @@ class CountingGenerator:
         return self.offset
 
 
+class CountedKernels(TorchDispatchMode):
+    """Counts the calls of attention kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in attention_results.KERNELS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method, layers", [("uniform", 1), ("uniform", 2), ("block", 1)])
+def test_attention_that_draws_is_not_computed_again(monkeypatch, method, layers):
+    """Its results are kept; gradients are those without recomputation."""
+    m = dataclasses.replace(TINY, attention_impl="sdpa", attention_dropout=0.0)
+    where = training(first_sample=5)
+    plain = losses_and_gradients(make(m).train(), tokens(), where)
+    monkeypatch.setattr(GPT, "draws", lambda *_: True)
+    options = Options("full", recompute_method=method, recompute_layers=layers)
+    with CountedKernels() as counted:
+        kept = losses_and_gradients(make(m, options=options).train(), tokens(), where)
+    assert counted.count == m.num_layers
+    assert torch.equal(plain[0], kept[0])
+    assert all(torch.equal(grad, kept[1][name]) for name, grad in plain[1].items())
+
+
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_each_layer_draws_its_dropout_after_the_layer_before(monkeypatch, recompute):
-    """Recomputation and a stage of a pipeline draw from the same places of the generator."""
+    """A stage of a pipeline draws from the same places of the generator.
+
+    So does recomputation, if the kernel is not one whose results are kept.
+    """
+    monkeypatch.setattr(attention_results, "KERNELS", ())
     generator = CountingGenerator(monkeypatch)
     m = dataclasses.replace(TINY, attention_impl="sdpa", hidden_dropout=0.0)
     model, x = make(m, options=Options(recompute=recompute)).train(), tokens()

@@ -175,9 +175,10 @@ def reason(*flags, kind="cuda", custom=False):
 def test_reasons_against_graphs():
     still = ["--attention-dropout", 0]
     assert reason() is None and reason("--bf16", *still, "--recompute-granularity", "full") is None
-    assert "recomputed" in reason(
-        "--attention-dropout", 0.1, "--recompute-granularity", "selective"
-    )
+    # What draws is not computed again, but for compiled layers.
+    drawing = ["--attention-dropout", 0.1, "--recompute-granularity"]
+    assert reason(*drawing, "selective") is None and reason(*drawing, "full") is None
+    assert "recomputed" in reason(*drawing, "full", "--fused-kernels", "off")
     assert (
         "off" in reason("--cuda-graphs", "off")
         and "NVIDIA" in reason(kind="cpu")
@@ -210,6 +211,31 @@ SMALL = """--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length
 def on_gpu(folder, *flags):
     assert main(["train", *SMALL, "--run-dir", str(folder), *map(str, flags)]) == 0
     return [(row["loss"], row["grad_norm"], row["skipped"]) for row in read_rows(folder)]
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "full",
+        "full --recompute-num-layers 2",
+        "full --recompute-method block --recompute-num-layers 1",
+        "selective",
+    ],
+)
+@pytest.mark.parametrize("masks", [[], MASKS])
+def test_dropout_is_recomputed_on_a_gpu(tmp_path, capsys, how, masks):
+    """The same numbers without graphs, with them, and without recomputation."""
+    flags = "--bf16 --micro-batch-size 1 --global-batch-size 3 --attention-dropout 0.1".split()
+    flags += masks
+    plain = on_gpu(tmp_path / "plain", *flags, "--cuda-graphs", "off")
+    flags += f"--recompute-granularity {how}".split()
+    assert on_gpu(tmp_path / "off", *flags, "--cuda-graphs", "off") == plain
+    capsys.readouterr()
+    assert on_gpu(tmp_path / "on", *flags, "--cuda-graphs", "on") == plain
+    assert "CUDA graphs: off" not in capsys.readouterr().out
 
 
 @gpu

@@ -73,6 +73,11 @@ class Attend(nn.Module):
         # Our own kernel for CPUs has neither masks nor dropout.
         if self.impl == "auto" and mask is None and p == 0 and causal.suits(q, k):
             return self.run(causal.attend, p, q, k, v)
+        if shared.kept is not None:
+            with shared.kept.used():
+                return fused(q, k, v, mask, shared.slopes, p)
+        if not stores_scores(q, k, mask):
+            return fused(q, k, v, mask, shared.slopes, p)
         return self.run(fused, p, q, k, v, mask, shared.slopes, p)
 
     def run(self, attend: Any, p: float, *arguments: Any) -> Tensor:
@@ -80,6 +85,17 @@ class Attend(nn.Module):
         if self.recompute and self.training:
             return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=p > 0)  # type: ignore[no-any-return]
         return attend(*arguments)  # type: ignore[no-any-return]
+
+
+def stores_scores(q: Tensor, k: Tensor, mask: Mask) -> bool:
+    """Return whether torch attends by products and a softmax, which selective recomputation saves.
+
+    Its fused kernels keep a number for each query instead, so nothing is to be saved there.
+    """
+    if not devices.has_kernels(q.device) or q.dtype is torch.float64:
+        return True
+    grouped = q.shape[2] != k.shape[2]
+    return grouped and (q.dtype is torch.float32 or isinstance(mask, Tensor))
 
 
 def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int = 0) -> None:

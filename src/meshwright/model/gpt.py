@@ -38,6 +38,7 @@ from meshwright.model.attention import Attention, seed_dropout
 from meshwright.model.kind import uses_reference
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.model.positions import Positions, Shared, share
+from meshwright.model.recompute import AttentionResults
 from meshwright.optim.mup import factors_of
 
 
@@ -185,8 +186,10 @@ class GPT(nn.Module):
 
         for layers, again in self.stretches():
             if self.training and again:
-                # Dropout is a function of positions and is seeded anew, so no generator's state
-                # has to be kept for the second forward pass.
+                # The residual stream's dropout is a function of positions, and attention's results
+                # are kept if it draws, so no generator's state is needed for the second pass.
+                draws = self.draws(shared.where, pending.device)
+                kept = AttentionResults() if draws and not self.options.compiled else None
                 with self.keep_inputs(pending.device.type != "cpu"):
                     residual, pending = checkpoint(
                         self.run,
@@ -195,6 +198,7 @@ class GPT(nn.Module):
                         shared,
                         sites,
                         layers,
+                        kept,
                         use_reentrant=False,
                         preserve_rng_state=False,
                     )
@@ -256,16 +260,34 @@ class GPT(nn.Module):
         shared: Shared,
         sites: list[Tensor | None],
         layers: list[int],
+        kept: AttentionResults | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        p = self.m.attention_dropout if self.training and shared.where.samples is not None else 0.0
-        # The reference's dropout is a hash; a fused kernel draws from the device's generator.
-        draws = p > 0 and not uses_reference(self.m.attention_impl, p, pending.device.type)
-        for i in layers:
-            layer = functools.partial(
-                self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1]
-            )
-            residual, pending = self.seeded(i, layer, shared, pending.device) if draws else layer()
+        """Run some layers; `kept` has what attention computed, if this is the second time."""
+        device = pending.device
+        draws = self.draws(shared.where, device)
+        shared.kept = kept
+        try:
+            for i in layers:
+                layer = functools.partial(
+                    self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1]
+                )
+                if draws and not (kept is not None and kept.results and kept.is_again):
+                    residual, pending = self.seeded(i, layer, shared, device)
+                else:
+                    residual, pending = layer()
+        finally:  # the second pass ends early, once it has all that the backward pass needs
+            shared.kept = None
+            if kept is not None:
+                kept.end_pass(devices.is_capturing(device))
         return residual, pending
+
+    def draws(self, where: Positions, device: torch.device) -> bool:
+        """Return whether attention draws its dropout from the device's generator.
+
+        The reference's dropout is a hash of positions.
+        """
+        p = self.m.attention_dropout if self.training and where.samples is not None else 0.0
+        return p > 0 and not uses_reference(self.m.attention_impl, p, device.type)
 
     def seeded(
         self,
@@ -284,11 +306,13 @@ class GPT(nn.Module):
         shape = len(where.samples), where.length or len(where.columns), shared.mask is None
         counts = devices.counts_draws(device) and not devices.is_capturing(device)
         if i and counts and shape not in self.drawn:
+            kept, shared.kept = shared.kept, None
             with torch.no_grad():
                 self.seeded(0, layer, shared, device)
+            shared.kept = kept
         seed_dropout(where, i, device, self.drawn.get(shape, 0))
         out = layer()
-        if not i and counts:
+        if not i and counts and shape not in self.drawn:
             self.drawn[shape] = devices.count_drawn(device)
         return out
 

@@ -19,6 +19,8 @@ from meshwright.model.rotary import rotations
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from meshwright.model.recompute import AttentionResults
+
 FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention's mask
 
 
@@ -61,6 +63,7 @@ class Shared:
     mask: Mask = None
     window_mask: Mask = None  # of layers with a window
     slopes: Tensor | None = None  # [heads] of ALiBi, if the kernel adds it
+    kept: AttentionResults | None = None  # of layers that are recomputed, while they run
 
 
 def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: bool) -> Shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import TrainConfig
+from meshwright.model.kind import block_kind
 from meshwright.optim.rule_table import is_rounded
 from meshwright.training.parameters import data_parts
 from meshwright.training.sizes import rows
@@ -23,6 +24,7 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     t, m, p, o = config.training, config.model, config.parallel, config.optimizer
     sharded = data_parts(config) > 1
     sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
+    block = block_kind(t, m, config.precision, kind)
     never = {
         "the device is not an NVIDIA GPU": kind != NVIDIA,
         "the stages of a pipeline wait for each other": p.pipeline_model_parallel_size > 1,
@@ -34,8 +36,8 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
             config.precision.dtype == "float64" and o.optimizer != "lion" and not is_rounded(o)
         ),
         "--timing-log-level times the parts of a step": config.logging.timing_log_level != "0",
-        "what is recomputed seeds its attention dropout anew": (
-            sampled and t.recompute_granularity is not None
+        "compiled layers seed their attention dropout anew when they are recomputed": (
+            sampled and t.recompute_granularity == "full" and block == "compiled"
         ),
     }
     is_large = rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND

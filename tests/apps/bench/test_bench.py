@@ -6,10 +6,12 @@ import os
 import sys
 
 import pytest
+import torch
 
 import warm
+from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.apps.bench import bench, peers, rows, runs, table
+from meshwright.apps.bench import bench, peers, programs, rows, runs, table
 from meshwright.apps.bench.rows import BenchRow
 from meshwright.apps.bench.runs import BenchPlan
 from meshwright.config import flags
@@ -237,3 +239,20 @@ def test_memory_that_is_not_enough_is_a_speed_of_zero():
         raise torch.OutOfMemoryError("out of memory")
 
     assert Trial(step, 8, 16, torch.device("cpu")).speed(2, 5) == 0
+
+
+def test_a_step_of_the_plain_program(monkeypatch):
+    """It accumulates the flags' micro-batches, and recomputation changes nothing."""
+    monkeypatch.setattr(torch, "compile", lambda network, **_: network)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for more in ("2", "4", "2 --checkpoint-activations"):
+        dry = "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 4 --micro-batch-size"
+        argv = [*TINY_FLAGS, *f"{dry} {more}".split()]
+        config = flags.parse_settings(TrainConfig, argv, "bench").config
+        torch.manual_seed(0)
+        step = programs.plain(config, 128, torch.device("cpu"))
+        losses.append([step(tokens).item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1]) and losses[0] == losses[2]
+    assert losses[0][0] > losses[0][-1]

@@ -88,7 +88,7 @@ class Bench:
         with step_bar(title, self.plan.steps_of(row)) as update:
             result = measure_row(row, self.plan, lambda done: update(completed=done))
             # Other programs are run right after ours, on a device in the same state.
-            if self.plan.peers and row.peers and not result["failed"]:
+            if self.plan.peers and (row.peers or row.plain_batch) and not result["failed"]:
                 from meshwright.apps.bench.peers import compare_with_peers
 
                 def say(text: str) -> None:

@@ -17,7 +17,8 @@ from meshwright.apps.bench.runs import BenchPlan, find_reason
 from meshwright.runtime.ranks.orphans import LAUNCHER_PID
 
 # The packages that each program needs, by the names of their modules.
-PACKAGES = {
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "plain-compiled": (),
     "transformers": ("transformers",),
     "transformers-compiled": ("transformers",),
     "megatron-core": ("megatron.core", "einops"),
@@ -33,6 +34,8 @@ def compare_with_peers(
     for name in plan.peers:
         # On a CPU, compiling takes minutes, and megatron-core is not compared.
         if name != "transformers" and "--device cpu" in row.flags:
+            continue
+        if not (row.plain_batch if name == "plain-compiled" else row.peers):
             continue
         say(name)
         peer = run_peer(name, row, plan)
@@ -52,7 +55,8 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
     console = folder / "console.txt"
     steps = min(plan.steps_of(row), PEER_STEPS)
     words = ["--vocab-size", str(row.vocabulary), *row.flags.split()]
-    request = {"program": name, "flags": words, "micros": row.peers, "steps": steps}
+    micros = (row.plain_batch,) if name == "plain-compiled" else row.peers
+    request = {"program": name, "flags": words, "micros": micros, "steps": steps}
     command = [
         sys.executable,
         "-m",

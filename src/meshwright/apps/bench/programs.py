@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.apps.bench.plain import compiled, precision
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
 from meshwright.config import flags
@@ -208,6 +209,34 @@ def transformers(
     return step
 
 
+def plain(config: TrainConfig, padded: int, device: torch.device) -> PeerStep:
+    """Return a step of the plain GPT, which accumulates the micro-batches of the flags."""
+    m, o = config.model, config.optimizer
+    if m.position != "learned" or m.activation != "gelu-tanh" or options_of(m):
+        raise UserError("the plain GPT is compared on GPT-2's network only")
+    recomputes = config.training.recompute_granularity == "full"
+    with device:
+        network, run = compiled(m, config.data.seq_length or 0, padded, recomputes)
+    optimizer = torch.optim.AdamW(
+        decay_groups(network, o.weight_decay), lr=o.lr or 1e-4, fused=True
+    )
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        parts = tokens.split(config.micro_batch)
+        total = torch.zeros((), device=device)
+        for part in parts:
+            with precision(device):
+                loss = run(part[:, :-1].contiguous(), part[:, 1:].contiguous()) / len(parts)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        return total
+
+    return step
+
+
 def megatron_settings(m: Model, dtype: torch.dtype) -> dict[str, Any]:
     """Return the settings of TransformerConfig that hold on one GPU and on several."""
     return dict(
@@ -363,6 +392,7 @@ def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: fl
 
 
 PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], PeerStep], str]] = {
+    "plain-compiled": (plain, "torch"),
     "transformers": (transformers, "transformers"),
     "transformers-compiled": (functools.partial(transformers, compiled=True), "transformers"),
     "megatron-core": (megatron, "megatron-core"),

@@ -17,6 +17,8 @@ from meshwright.config.problem import SettingsError, with_value
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
 C = "--num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048"
+L = "--num-layers 36 --hidden-size 1280 --num-attention-heads 20 --seq-length 1024"  # 762 million
+XL = "--num-layers 48 --hidden-size 1600 --num-attention-heads 25 --seq-length 1024"  # 1.5 billion
 MODEL_124M = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
 TINY = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 4"
@@ -24,7 +26,7 @@ DRY = "--hidden-dropout 0 --attention-dropout 0"
 FP8 = "--fp8-format e4m3"
 WARMUP = 5  # steps
 # Other programs; each is a function in programs.py.
-Peer = Literal["transformers", "transformers-compiled", "megatron-core"]
+Peer = Literal["plain-compiled", "transformers", "transformers-compiled", "megatron-core"]
 # All rows but those of presets share these.
 RECIPE = f"--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters {WARMUP} --weight-decay 0.1 --clip-grad 1.0"
 
@@ -37,6 +39,8 @@ class BenchRow:
     gpus: int = 1
     beside: str = ""  # the row on one GPU with which this one is compared
     peers: tuple[int, ...] = ()  # micro-batches that other programs try, the likeliest first
+    # The samples of a step of the plain program, which accumulates micro-batches as the flags say
+    plain_batch: int = 0
     vocabulary: int = 50257  # of random tokens
     is_fresh: bool = False  # compilers' caches start empty with the set, not with the user's own
 
@@ -90,6 +94,15 @@ def of_options() -> list[BenchRow]:
         row("345M full recompute", f"{a} --checkpoint-activations", 32, steps=20),
         row("345M selective recompute", f"{a} --recompute-activations", 32, steps=20),
         row("345M fp16", f"{a} --fp16 --initial-loss-scale 65536", 32, steps=20),
+        row(
+            "1.5B full recompute, dropout 0.1",
+            f"{XL} --checkpoint-activations",
+            8,
+            16,
+            steps=12,
+            plain_batch=16,
+        ),
+        row("762M selective recompute, dropout 0.1", f"{L} --recompute-activations", 5, 20, 12),
         row("345M deterministic", f"{a} --deterministic-mode", 32, steps=20),
         row("345M offloaded optimizer", f"{a} --cpu-optimizer", 32, steps=9),
         BenchRow(
@@ -189,7 +202,7 @@ def of_seeds() -> list[BenchRow]:
 
     def published(name: str, flags: str, micro: int, batch: int, steps: int = 30) -> BenchRow:
         sizes = f"--micro-batch-size {micro} --global-batch-size {batch}"
-        return BenchRow(name, f"{flags} {sizes}", steps)
+        return BenchRow(name, f"{flags} {sizes}", steps, plain_batch=batch)
 
     out = [
         published("Megatron-LM 345M", f"{A} {fp16}", 1, 2, 60),
@@ -217,6 +230,7 @@ def preset(name: str, cut: bool = True) -> BenchRow:
         name,
         f"--preset {name} --global-batch-size {batch}{precision}",
         steps=30 if is_small else 10,
+        plain_batch=batch,
         peers=() if is_small else (micro, 2 * micro, 4 * micro),
         vocabulary=family_of(name).vocabulary,
     )

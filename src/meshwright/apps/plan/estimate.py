@@ -161,7 +161,10 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
     heads = m.num_attention_heads or 1
     is_fused = block_kind(c.training, m, c.precision, NVIDIA) == "fused"
     is_fp8 = bool(c.precision.fp8_format)
-    is_selective = c.training.recompute_granularity == "selective"
+    # Torch has no kernel for groups of heads in full precision: their scores are tensors, which
+    # selective recomputation does not keep. Other kernels keep none.
+    has_scores = low > 2 and m.groups < heads
+    is_selective = has_scores and c.training.recompute_granularity == "selective"
 
     # The elements of tensors. Inner ones have all tokens, the residual stream a part of them.
     length = c.data.seq_length or 0
@@ -197,9 +200,8 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
         attention += queries * low
     attention += (queries + keys) * low * m.qk_layernorm
 
-    # Torch has no kernel for groups of heads in full precision: their scores are tensors.
     scores = 0
-    if low > 2 and m.groups < heads:
+    if has_scores:
         scores = c.micro_batch * length**2 * heads // tp // cp * low
     # Dropout keeps the dropped scores and a mask of one byte for each.
     dropped = scores + scores // low if m.attention_dropout > 0 else 0

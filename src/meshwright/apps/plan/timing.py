@@ -319,10 +319,6 @@ class StepTerms:
             host = self.launching(launches[way])
             ways.append(Work(products, attention[way], passes, host=host))
         first, second = ways
-        # Selective recomputation runs attention once more, by one launch.
-        if self.config.training.recompute_granularity == "selective":
-            second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
-
         # The backward pass multiplies twice: for the inputs' gradient and for the weights' own,
         # which is written to the gradients' total.
         size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values())
@@ -446,7 +442,11 @@ class StepTerms:
             backward += layer.backward.times(layers)
         # Recomputation repeats its layers' forward pass before their backward pass.
         again, _ = traffic.recomputed(self.config, count)
-        backward += forward.times(again / count)
+        m = self.config.model
+        redone = forward
+        if m.attention_dropout > 0 and m.attention_impl != "reference":  # its results are kept
+            redone = forward._replace(attention=0.0)
+        backward += redone.times(again / count)
         if is_first:
             forward += self.embedding(False)
             backward += self.embedding(True)

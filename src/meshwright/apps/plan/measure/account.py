@@ -8,6 +8,7 @@ told about every operation, kernel and attention with the section that it runs i
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apps.plan.measure.allocator import MemoryEvent, rounded
+from meshwright.model.recompute import AttentionResults
 from meshwright.parallel.pipeline_schedule import Action
 from meshwright.training.micro_step import Network
 
@@ -125,6 +127,7 @@ class Account(TorchDispatchMode):
         self.marks = [(0, SETUP)]
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; most others are activations
         self.held: Any = WeakIdKeyDictionary()  # by storage
+        self.kept: AttentionResults | None = None  # of the layers that run now, if they run again
         # Of each stream: its number, in the order of their first use, and what is allocated there.
         self.streams = {torch.cpu.current_stream(): (0, "activations")}
 
@@ -141,6 +144,15 @@ class Account(TorchDispatchMode):
         for x in tensors_in(out):
             self.note(x)
         return out
+
+    @contextlib.contextmanager
+    def keeping(self, kept: AttentionResults) -> Iterator[None]:
+        """Let the stand-in of attention keep its results, as torch's kernels do."""
+        self.kept = kept
+        try:
+            yield
+        finally:
+            self.kept = None
 
     @property
     def record(self) -> StepRecord:

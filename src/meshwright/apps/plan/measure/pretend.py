@@ -35,7 +35,7 @@ from meshwright.base import device as devices
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import Model, Precision, TrainConfig, Training
 from meshwright.kernels import adamw, fp8
-from meshwright.model import attention, gpt, pick
+from meshwright.model import attention, gpt, pick, recompute
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.parallel import comm, layout
 from meshwright.parallel.layout import Layout
@@ -70,6 +70,7 @@ def pretended_gpu(account: Account) -> Iterator[None]:
             (devices, "counts_draws", lambda device: False),
             (devices, "seed_generator", lambda *_: None),
             (pick, "block_kind", kind_of_block),
+            (recompute.AttentionResults, "used", lambda kept: account.keeping(kept)),
             (gpt, "save_on_cpu", saved_elsewhere),
             (torch.accelerator, "device_index", lambda i: contextlib.nullcontext()),
             # Kernels
@@ -237,13 +238,16 @@ class FlashAttention(torch.autograd.Function):
         ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float
     ) -> Tensor:
         batch, heads, tokens, width = q.shape
-        account.recorder.attention(q, k, v, dropout, False, account.section)
-        # What the kernel makes and keeps: its output, a number for each row, a generator's state.
-        out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
-        logsumexp = new(batch, heads, tokens)
-        rng_state = new(2, dtype=torch.int64)
-        unused = new(1, dtype=torch.int64)
-        ctx.save_for_backward(q, k, v, out, logsumexp, rng_state, unused)
+
+        def compute() -> tuple[Tensor, ...]:
+            """Make what the kernel makes: its output, a number a row, a generator's state."""
+            account.recorder.attention(q, k, v, dropout, False, account.section)
+            out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
+            rng_state = new(2, dtype=torch.int64)
+            return out, new(batch, heads, tokens), rng_state, new(1, dtype=torch.int64)
+
+        out, *rest = compute() if account.kept is None else account.kept.of(compute)
+        ctx.save_for_backward(q, k, v, out, *rest)
         ctx.account = account
         ctx.dropout = dropout
         return out

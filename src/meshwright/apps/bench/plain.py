@@ -1,0 +1,80 @@
+"""A GPT in plain PyTorch, as people write it after nanoGPT, to compare the guides' commands with.
+
+float32 weights under bfloat16 autocast, SDPA, torch.compile and fused AdamW. The model is compiled
+as a whole or, where layers are recomputed, block by block within torch's checkpoints. A step
+accumulates the micro-batches of the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.config.schema import Model
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, m: Model) -> None:
+        super().__init__()
+        h = m.hidden_size or 0
+        self.heads, self.p, self.p_attention = (
+            m.num_attention_heads or 1,
+            m.hidden_dropout,
+            m.attention_dropout,
+        )
+        self.ln_1, self.ln_2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.fc, self.out = nn.Linear(h, m.ffn), nn.Linear(m.ffn, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, -1).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p_attention, is_causal=True)
+        o = self.proj(o.transpose(1, 2).reshape(batch, length, width))
+        x = x + F.dropout(o, self.p)
+        y = self.out(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x + F.dropout(y, self.p)
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, m: Model, length: int, padded: int, recomputes: bool) -> None:
+        super().__init__()
+        h = m.hidden_size or 0
+        self.wte, self.wpe = nn.Embedding(padded, h), nn.Embedding(length, h)
+        self.blocks = nn.ModuleList(PlainBlock(m) for _ in range(m.num_layers or 0))
+        self.ln_f = nn.LayerNorm(h)
+        self.p = m.hidden_dropout
+        self.recomputes = recomputes
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = F.dropout(self.wte(ids) + self.wpe(places), self.p)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def compiled(m: Model, length: int, padded: int, recomputes: bool) -> Any:
+    """Return the compiled network; shapes stay the same, so no symbolic ones are compiled."""
+    network = PlainGPT(m, length, padded, recomputes)
+    if not recomputes:
+        return network, torch.compile(network, dynamic=False)
+    for block in network.blocks:
+        block.compile(dynamic=False)
+    return network, network
+
+
+def precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
