@@ -252,7 +252,7 @@ def test_a_step_of_the_plain_program(monkeypatch):
         argv = [*TINY_FLAGS, *f"{dry} {more}".split()]
         config = flags.parse_settings(TrainConfig, argv, "bench").config
         torch.manual_seed(0)
-        step = programs.plain(config, 128, torch.device("cpu"))
+        step = programs.plain_gpt(config, 128, torch.device("cpu"))
         losses.append([step(tokens).item() for _ in range(3)])
     assert losses[0] == pytest.approx(losses[1]) and losses[0] == losses[2]
     assert losses[0][0] > losses[0][-1]

@@ -22,19 +22,20 @@ class PlainBlock(nn.Module):
     def __init__(self, m: Model) -> None:
         super().__init__()
         h = m.hidden_size or 0
-        self.heads, self.p, self.p_attention = (
-            m.num_attention_heads or 1,
-            m.hidden_dropout,
-            m.attention_dropout,
-        )
-        self.ln_1, self.ln_2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
-        self.fc, self.out = nn.Linear(h, m.ffn), nn.Linear(m.ffn, h)
+        self.heads = m.num_attention_heads or 1
+        self.p = m.hidden_dropout
+        self.p_attention = m.attention_dropout
+        self.ln_1 = nn.LayerNorm(h)
+        self.qkv = nn.Linear(h, 3 * h)
+        self.proj = nn.Linear(h, h)
+        self.ln_2 = nn.LayerNorm(h)
+        self.fc = nn.Linear(h, m.ffn)
+        self.out = nn.Linear(m.ffn, h)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, -1).transpose(1, 3)
-        q, k, v = heads.unbind(2)
+        qkv = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.transpose(1, 3).unbind(2)
         o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p_attention, is_causal=True)
         o = self.proj(o.transpose(1, 2).reshape(batch, length, width))
         x = x + F.dropout(o, self.p)
@@ -46,7 +47,8 @@ class PlainGPT(nn.Module):
     def __init__(self, m: Model, length: int, padded: int, recomputes: bool) -> None:
         super().__init__()
         h = m.hidden_size or 0
-        self.wte, self.wpe = nn.Embedding(padded, h), nn.Embedding(length, h)
+        self.wte = nn.Embedding(padded, h)
+        self.wpe = nn.Embedding(length, h)
         self.blocks = nn.ModuleList(PlainBlock(m) for _ in range(m.num_layers or 0))
         self.ln_f = nn.LayerNorm(h)
         self.p = m.hidden_dropout
@@ -61,7 +63,8 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+        logits = logits.view(-1, logits.shape[-1])
+        return F.cross_entropy(logits, labels.reshape(-1))
 
 
 def compiled(m: Model, length: int, padded: int, recomputes: bool) -> Any:

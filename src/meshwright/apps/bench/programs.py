@@ -209,7 +209,7 @@ def transformers(
     return step
 
 
-def plain(config: TrainConfig, padded: int, device: torch.device) -> PeerStep:
+def plain_gpt(config: TrainConfig, padded: int, device: torch.device) -> PeerStep:
     """Return a step of the plain GPT, which accumulates the micro-batches of the flags."""
     m, o = config.model, config.optimizer
     if m.position != "learned" or m.activation != "gelu-tanh" or options_of(m):
@@ -392,7 +392,7 @@ def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: fl
 
 
 PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], PeerStep], str]] = {
-    "plain-compiled": (plain, "torch"),
+    "plain-compiled": (plain_gpt, "torch"),
     "transformers": (transformers, "transformers"),
     "transformers-compiled": (functools.partial(transformers, compiled=True), "transformers"),
     "megatron-core": (megatron, "megatron-core"),
