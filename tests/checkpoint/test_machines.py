@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import random
+import shutil
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +23,13 @@ import torch.multiprocessing as mp
 import on_ranks
 from helpers import TINY_FLAGS, blank, box_elements, flip_bit, hold_equal, random_boxes, read_losses
 from meshwright.base import console
-from meshwright.base.errors import IO, UserError
+from meshwright.base.errors import HANG, IO, UserError
 from meshwright.checkpoint import loading, machines, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.native import BoxedTensor
+from meshwright.checkpoint.native import BoxedTensor, rank_file
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
+from meshwright.runtime.ranks import remote_files
 from meshwright.runtime.ranks.remote_files import FileServer, RemoteFiles
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.state import folder as run_folder
@@ -134,8 +140,19 @@ def on_own_disks(root: Path) -> None:
     if damaged:
         os.truncate(here / "iter_0000001" / "rank_00002.safetensors", 3)
     t.wait()
-    found = t.gather(publish.damaged_steps(here, 3) if t.rank in (0, 2) else [])
-    assert found == [[], [], [1], []]
+    assert machines.incomplete_steps(here, 3, t.rank in (0, 2), t) == [1]
+    # A folder that is copied from another machine is a disk of its own, with what is saved there.
+    copy = disk(root, 3)
+    if t.is_rank_0:
+        shutil.copytree(here, copy)
+    t.wait()
+    here = here if t.rank < 2 else copy
+    save(here, 4, publish.find_users(here, t))
+    assert load(here, 1) == 4
+    # Each machine needs room for its own part.
+    named = part(t, 4)
+    sizes = t.gather(native.bytes_of(named))
+    assert native.bytes_of(named, t, users) == max(sum(sizes[:2]), sum(sizes[2:]))
 
 
 def test_each_machine_keeps_its_part_and_any_layout_reads_all(tmp_path: Path) -> None:
@@ -188,13 +205,117 @@ def copied(root: Path) -> None:
     native.save_step(here, 1, part(t, 1), state, {}, team=t, folders=publish.Folders(users, 2))
     assert len(list((here / "iter_0000001").glob("rank_*"))) == 2
 
-    # One machine is lost, and in the other copy of its part a byte differs.
+    # Files of Megatron's tree are copied too.
+    files: dict[str, publish.Produce] = {f"mp_rank_{t.rank:02}/x.pt": lambda write: write(b"x")}
+    publish.write_step(here, 2, files, team=t, folders=publish.Folders(users, 2))
+    assert len(list((here / "iter_0000002").glob("mp_rank_*/x.pt"))) == 2
+    shutil.rmtree(here / "iter_0000002")
+
+    # One machine is lost with its disk.
     there = disk(root, (0, 1, 2, 4)[t.rank])
     assert load(there, 1) == 1
-    if t.is_rank_0:
-        flip_bit(disk(root, 2) / "iter_0000001" / "rank_00001.safetensors", 8 * 700)
+    # Where a file of this machine or another is damaged, its copy is read.
+    own = here / "iter_0000001" / rank_file(t.rank)
+    flip_bit(own, 8 * 700)
     t.wait()
-    assert load(disk(root, (3, 0, 1, 2)[t.rank]), 3) == 1
+    for verify in ("read", "full"):
+        assert load(here, 0, verify=verify) == 1 and load(here, 3, verify=verify) == 1
+    # So it is where a file is cut off, or a machine cannot read its disk.
+    flip_bit(own, 8 * 700)
+    if t.rank == 2:
+        os.truncate(own, 700)
+        FileServer._open = failing(5)  # type: ignore[method-assign]
+    t.wait()
+    assert load(here, 0) == 1 and load(here, 3) == 1
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def act(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return act
+
+
+def disk_fails(root: Path) -> None:
+    """Let the disk of one machine fail at different moments: the step is then on no machine."""
+    t = team()
+    here = disk(root, t.rank)
+    users = publish.find_users(here, t)
+    save(here, 1, users)
+    for owner, name in ((publish, "give_name"), (machines, "copy_file"), (publish, "add_manifest")):
+        with pytest.MonkeyPatch.context() as patch:
+            if t.rank == 1:
+                patch.setattr(owner, name, failing(28))
+            folders, state = publish.Folders(users, 2), {"iteration": 2}
+            call = functools.partial(native.save_step, here, 2, part(t, 2), state, team=t)
+            message = error_of(lambda call=call, f=folders: call(folders=f))  # type: ignore[misc]
+        assert "No space left" in message and "iter_0000001, is intact" in message
+        assert steps.listing(here) == ["iter_0000001", steps.TRACKER]
+
+    # A step that only one machine has is not counted among the complete ones.
+    save(here, 2, users)
+    if t.rank == 1:
+        shutil.rmtree(here / "iter_0000002")
+    assert machines.incomplete_steps(here, 3, True, t) == [2]
+
+
+def test_a_disk_that_fails_leaves_no_step_on_the_others(tmp_path: Path) -> None:
+    run_ranks(disk_fails, 2, tmp_path)
+
+
+def records(root: Path) -> None:
+    """The records that were written last count, though a run has fallen back since."""
+    t = team()
+    here = disk(root, t.rank)
+    publish.find_users(here, t)
+    rows = [{"event": "step", "iteration": 8, "time": 1.0}]
+    if t.is_rank_0:
+        rows += [{"event": "step", "iteration": 7, "time": 2.0}]
+    (here / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for there, count in ((here, 2), (disk(root, 1 - t.rank), 2)):
+        with machines.joined(there, t) as found:
+            assert found is not None
+            t.run_on_rank_0(found.bring_records)
+        if t.is_rank_0:
+            assert (there / "metrics.jsonl").read_text().count("\n") == count
+
+
+def test_the_last_records_are_kept(tmp_path: Path) -> None:
+    run_ranks(records, 2, tmp_path)
+
+
+def far_memory(root: Path, number: int, elements: int) -> None:
+    """Rank 0 reads all tensors from the other machine."""
+    t = team()
+    here = disk(root, t.rank)
+    shape = (elements // 1024, 1024)
+
+    def tensors(owner: int) -> dict[str, BoxedTensor]:
+        boxes = [((0, 0), shape)] if t.rank == owner else []
+        size = shape if boxes else (0,)
+        return {f"w{n}": BoxedTensor(shape, boxes, torch.full(size, n)) for n in range(number)}
+
+    users = publish.find_users(here, t)
+    folders, state = publish.Folders(users), {"iteration": 1}
+    native.save_step(here, 1, tensors(1), state, team=t, folders=folders)
+    wanted = blank(tensors(0))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    loading.load_checkpoint(here, wanted, team=t)
+    largest = elements * 8 if t.is_rank_0 else 0
+    assert memory("VmHWM") - before <= largest + (64 << 20)
+    assert hold_equal(tensors(0), wanted)
+
+
+def memory(name: str) -> int:
+    [line] = (x for x in Path("/proc/self/status").read_text().splitlines() if name in x)
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory is read from /proc")
+def test_memory_while_all_comes_from_another_machine(tmp_path: Path) -> None:
+    run_ranks(far_memory, 2, tmp_path, 75, 1 << 20)
 
 
 @pytest.mark.flag("save_copies")
@@ -264,12 +385,15 @@ def test_a_machine_is_lost_at_each_moment(tmp_path: Path, who: int, moment: int)
     kill(tmp_path, who, moment)
 
 
-def test_only_files_of_steps_are_served_and_only_to_ranks(tmp_path: Path) -> None:
+def test_only_files_of_steps_are_served_and_only_to_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "iter_0000001").mkdir()
     (tmp_path / "iter_0000001" / "state.json").write_bytes(b"0123456789")
     (tmp_path / "iter_0000001" / "link").symlink_to("/etc/passwd")
     (tmp_path / "secret").write_bytes(b"secret")
     key = b"k" * 32
+    monkeypatch.setattr(remote_files, "PIECE", 3)
     server = FileServer(tmp_path, machines.SERVED, key)
     files = RemoteFiles({0: server.address}, key)
     data = bytearray(4)
@@ -278,6 +402,8 @@ def test_only_files_of_steps_are_served_and_only_to_ranks(tmp_path: Path) -> Non
     for name in ("secret", "../secret", "iter_0000001/../secret", "iter_0000001/", "/etc/passwd"):
         with pytest.raises(UserError, match="is not served"):
             files.read(0, name, 0, data)
+    with pytest.raises(UserError, match="a link out of"):
+        files.read(0, "iter_0000001/link", 0, data)
     with pytest.raises(UserError, match="ends before byte 12"):
         files.read(0, "iter_0000001/state.json", 8, data)
     with pytest.raises(UserError) as caught:
@@ -285,8 +411,27 @@ def test_only_files_of_steps_are_served_and_only_to_ranks(tmp_path: Path) -> Non
     assert caught.value.status == IO
     server.close()
 
+    # One that accepts and says nothing is not waited for.
+    monkeypatch.setattr(remote_files, "PATIENCE", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError) as caught:
+        RemoteFiles({0: silent.getsockname()}, key).read(0, "iter_0000001/state.json", 0, data)
+    assert caught.value.status == HANG
+
 
 # Whole runs
+
+
+def test_an_earlier_run_in_a_shared_run_dir_is_moved_once(tmp_path: Path) -> None:
+    """Machines with disks of their own move what --save holds there; rank 0 the rest."""
+    for name in ("save", "shared"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.txt").write_text("log")
+    folders = {"save": str(tmp_path / "save"), "run_dir": str(tmp_path / "shared")}
+    config = with_settings(TrainConfig(), **folders, save_overwrite=True)
+    run_folder.prepare(tmp_path / "save", config, None, with_run_dir=False)
+    assert (tmp_path / "save" / "replaced-1" / "log.txt").exists()
+    assert (tmp_path / "shared" / "log.txt").exists()
+
 
 SET_HERE = ("--train-iters", "--global-batch", "--micro-batch", "--max-position")
 FLAGS = (

@@ -7,8 +7,8 @@ of machines and folders may change.
 
 from __future__ import annotations
 
-import contextlib
 import re
+import shlex
 import socket
 import uuid
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.base.errors import BAD_DATA, UnfitFile, UserError
-from meshwright.base.files import read_small
+from meshwright.base.files import read_small, replacing
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.manifests import File
@@ -35,10 +35,9 @@ def disk_of(root: Path) -> str:
 
 
 def name_disk(root: Path) -> None:
-    """Give the disk a name, if it has none."""
-    if not disk_of(root):
-        with contextlib.suppress(FileExistsError), open(root / DISK, "x") as file:
-            file.write(f"{uuid.uuid4().hex}\n")
+    """Give the disk a new name."""
+    with replacing(root / DISK, durably=True) as file:
+        file.write(f"{uuid.uuid4().hex}\n".encode())
 
 
 def own_place(root: Path) -> str:
@@ -48,7 +47,9 @@ def own_place(root: Path) -> str:
 
 def readable(place: str) -> str:
     """Return a place as people write it, machine and folder."""
-    return place.rpartition("#")[0]
+    written = place.rpartition("#")[0]
+    # Whoever made the manifest chose the place: it must not control a terminal.
+    return "".join(letter if letter.isprintable() else "?" for letter in written)
 
 
 def is_elsewhere(path: Path, place: str) -> bool:
@@ -64,7 +65,7 @@ def not_here(path: Path, place: str) -> UserError:
     run = path.parent.parent
     return UserError(
         f"{path} is on the disk of {readable(place)}; bring all parts together with "
-        f"`meshwright collect {run} --from {readable(place)}`",
+        f"`meshwright collect {run} --from {shlex.quote(readable(place))}`",
         BAD_DATA,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def describe_elsewhere(folder: Path, manifest: Manifest) -> list[str]:
     lines = []
     for place, names in disks.list_elsewhere(folder, manifest).items():
         number = f"{len(names)} of {len(manifest)} files"
-        collect = f"`meshwright collect {folder.parent} --from {place}`"
+        collect = f"`meshwright collect {folder.parent} --from {shlex.quote(place)}`"
         lines.append(f"    {number} are on {place}; {collect} brings them here")
     return lines
 

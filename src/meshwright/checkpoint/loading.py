@@ -201,6 +201,8 @@ def open_step(
 def open_own(
     location: StepLocation, options: OpenOptions, team: Team, machines: RunMachines | None
 ) -> native.NativeSource:
+    if machines is not None:
+        team.run_on_rank_0(lambda: machines.require_complete(location.step))
     source = native.open_native(location.folder, location.step, options.verify, team, machines)
     source.root = location.root
     return source

@@ -13,19 +13,27 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base.errors import IO, UserError, bad_data
-from meshwright.base.files import replacing
-from meshwright.base.runs.rows import METRICS, find_last_step
+from meshwright.base.files import naming_file, replacing
+from meshwright.base.runs.rows import METRICS, find_last_time
 from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import disks, manifests, steps
-from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, File, Manifest
+from meshwright.checkpoint.manifests import (
+    HIDDEN,
+    MANIFEST,
+    DamagedCheckpoint,
+    File,
+    FilePart,
+    Manifest,
+)
 from meshwright.checkpoint.steps import NATIVE, OUR_STEP, TRACKER, StepLocation, step_folder
+from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.runtime.ranks.remote_files import Address, FileServer, RemoteFiles
 from meshwright.runtime.ranks.team import Team
 
@@ -51,7 +59,7 @@ class Listed(NamedTuple):
 
     address: Address
     steps: dict[str, StepFiles]  # by the name of the step's folder
-    last: int  # the last step in its records, -1 without any
+    last: float  # when the last row of its records was written, 0 without any
     records: dict[str, int]  # the sizes of its records
 
 
@@ -76,10 +84,17 @@ class RunMachines:
 
     # Reading
 
-    def is_on_other(self, path: Path) -> bool:
+    def is_on_other(self, path: Path, file: File | FilePart) -> bool:
         """Return whether a file of a step must be read from another machine."""
-        is_here = self.has_own(path.parent.name) and path.exists()
-        return not is_here and self.key_of(path) in self.holders
+        return not self.is_whole(path, file) and self.key_of(path) in self.holders
+
+    def is_whole(self, path: Path, file: File | FilePart) -> bool:
+        """Return whether this machine has a file of the complete step, in its size."""
+        if self.has_own(path.parent.name):
+            with contextlib.suppress(UserError):
+                manifests.check_size(path, file)
+                return True
+        return False
 
     def has_own(self, name: str) -> bool:
         """Return whether this machine's folder of that name is a part of the complete step."""
@@ -92,12 +107,15 @@ class RunMachines:
     def key_of(self, path: Path) -> str:
         return f"{path.parent.name}/{path.name}"
 
-    def read(self, path: Path, begin: int, data: bytearray | mmap, attempt: int) -> None:
-        """Fill a buffer from a machine that has a file; another attempt asks another one."""
-        key = self.key_of(path)
-        # The ranks of a large run ask different machines, if several have the file.
-        holders = self.holders[key]
-        self.files.read(holders[(self.rank + attempt) % len(holders)], key, begin, data)
+    def read(self, path: Path, attempt: int, data: bytearray | mmap, begin: int) -> None:
+        """Fill a buffer from another machine that has a file; each attempt asks the next one."""
+        others = self.others_with(path)
+        # The ranks of a large run begin with different machines.
+        self.files.read(others[(self.rank + attempt) % len(others)], self.key_of(path), begin, data)
+
+    def others_with(self, path: Path) -> list[int]:
+        """Return the first ranks of the other machines that have a file."""
+        return [rank for rank in self.holders.get(self.key_of(path), []) if rank != self.first]
 
     def holders_of(self, folder: Path, name: str) -> list[int]:
         return self.holders.get(f"{folder.name}/{name}", [])
@@ -199,7 +217,11 @@ class RunMachines:
             with replacing(path, durably=True) as file:
                 file.write(raw)
         except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror or error}", IO) from error
+            raise UserError(
+                f"cannot write the manifest of a step that other machines have to {folder}: "
+                f"{error.strerror or error}; make it writable, or start rank 0 on one of them",
+                IO,
+            ) from error
         self.own[folder.name] = True
 
     def bring_records(self) -> None:
@@ -306,7 +328,7 @@ def joined(path: Path, team: Team) -> Iterator[RunMachines | None]:
             if team.rank != first:
                 return {}
             server = stack.enter_context(contextlib.closing(FileServer(root, SERVED, key)))
-            last = (find_last_step(root) or (-1, ""))[0]
+            last = find_last_time(root)
             sizes = {
                 name: (root / name).stat().st_size for name in RECORDS if (root / name).is_file()
             }
@@ -336,11 +358,12 @@ def copy_parts(
     writers: Mapping[str, int],
     folders: Folders,
     team: Team,
+    explained: Callable[[Callable[[], None]], Callable[[], None]],
 ) -> None:
     """Copy the files of a step that is being written to the next machines, verified.
 
-    So each is on `copies` machines, and of as many less one the disks may be lost. `writers` are
-    the first ranks of the machines that wrote the files.
+    Each is on `copies` machines then, so that one machine less may be lost. `writers` are the first
+    ranks of the machines that wrote the files. `explained` says what an OSError means for the run.
     """
     first_ranks = sorted({*folders.users})
     number = first_ranks.index(folders.users[team.rank])
@@ -366,23 +389,26 @@ def copy_parts(
                 for name, file in manifest.items():
                     # Each machine has written the small files.
                     if writers[name] == source and not (folder / name).exists():
-                        copy_file(files, source, folder / name, file)
+                        copy_file(files, source, folder, name, file)
 
-        team.run_on_all(copy)
+        team.run_on_all(explained(copy))
 
 
-def copy_file(files: RemoteFiles, rank: int, path: Path, file: File) -> None:
+def copy_file(files: RemoteFiles, rank: int, folder: Path, name: str, file: File) -> None:
     """Copy a file of a step from another machine, and bring it to the disk."""
-    with open(path, "xb") as copy:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)  # Megatron's mp_rank_01/
+    with naming_file(path), open(path, "xb") as copy:
         for index in range(file.chunks):
             begin = index * manifests.CHUNK
             data = bytearray(min(manifests.CHUNK, file.size - begin))
-            files.read(rank, f"{path.parent.name}/{path.name}", begin, data)
+            files.read(rank, f"{folder.name}/{name}", begin, data)
             if manifests.sha256([data]) != file.digest(index):
                 raise UserError(
                     f"{path}: what came from rank {rank} is not what it has written", IO
                 )
             copy.write(data)
+            heartbeat.tick()
         copy.flush()
         os.fsync(copy.fileno())
 
@@ -405,10 +431,36 @@ def what_is_seen(root: Path) -> str:
     return ""
 
 
-def list_files(root: Path) -> dict[str, StepFiles]:
-    """List what a folder has of each step of ours."""
+def incomplete_steps(root: Path, newest: int, is_first: bool, team: Team) -> list[int]:
+    """Return rank 0's steps before `newest` of which some file is on no machine.
+
+    All ranks call this; `is_first` tells the first rank of each machine.
+    """
+    listed: dict[str, dict[str, StepFiles]] = team.collect_merged(
+        lambda: {str(team.rank): list_files(root, newest)} if is_first else {}, merge_first
+    )
+
+    def is_incomplete(step: int) -> bool:
+        name = step_folder(root, step).name
+        parts = {rank: StepFiles(*own[name]) for rank, own in listed.items() if name in own}
+        if "0" not in parts:  # its manifest is damaged
+            return True
+        seal = parts["0"].seal
+        found = {file for part in parts.values() if part.seal == seal for file in part.names}
+        return found != manifests.read_manifest(root / name).keys()
+
+    incomplete: list[int] = team.run_on_rank_0(
+        lambda: [n for n in steps.list_steps(root) if n < newest and is_incomplete(n)]
+    )
+    return incomplete
+
+
+def list_files(root: Path, below: int | None = None) -> dict[str, StepFiles]:
+    """List what a folder has of each step of ours, or of those below a number."""
     listed: dict[str, StepFiles] = {}
     for step in steps.list_steps(root):
+        if below is not None and step >= below:
+            continue
         folder = step_folder(root, step)
         whole = []
         with contextlib.suppress(UserError):

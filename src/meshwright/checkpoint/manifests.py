@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import mmap
@@ -16,7 +17,7 @@ import os
 import re
 import stat
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,7 @@ FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end
 THREADS = min(8, os.cpu_count() or 1)
 AHEAD = max(4, THREADS)  # chunks read and hashed in advance: at most 128 MiB of memory
+OTHERS_AHEAD = 2  # of another machine, on which many ranks may read at once
 REMOTE_TRIES = 3  # readings of a chunk from storage: a network may have changed its bytes
 MANIFEST = "manifest.json"
 HIDDEN = f".{MANIFEST}"  # beside another program's files, so that its folder looks as it makes it
@@ -89,6 +91,7 @@ class FilePart(NamedTuple):
 
 
 Manifest = dict[str, File]
+Fill = Callable[[mmap.mmap, int], None]  # a buffer with what a file has from a byte on
 Chunks = dict[tuple[Path, int], mmap.mmap]
 
 
@@ -194,7 +197,7 @@ def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     for name, file in here.items():
         check_size(folder / name, file)
     if full:
-        hash_chunks(folder, *divide_chunks(here, 1))
+        hash_chunks(folder, divide_chunks(here, 1)[0])
     return manifest
 
 
@@ -218,9 +221,10 @@ def verify_together(folder: Path, team: Team, machines: RunMachines | None = Non
     """
     if machines is not None:
         shares = team.deal(lambda: machines.divide(folder, read_manifest(folder)))
+        machines.deal_holders(folder, [name for name, *_ in shares], team)
     else:
         shares = team.deal(lambda: divide_chunks(verify_step(folder), team.size))
-    team.run_on_all(lambda: hash_chunks(folder, shares))
+    team.run_on_all(lambda: hash_chunks(folder, shares, machines))
 
 
 def divide_chunks(manifest: Manifest, ranks: int) -> list[Share]:
@@ -243,12 +247,13 @@ def divide_chunks(manifest: Manifest, ranks: int) -> list[Share]:
     return shares
 
 
-def hash_chunks(folder: Path, share: Share) -> None:
+def hash_chunks(folder: Path, share: Share, machines: RunMachines | None = None) -> None:
     for name, size, first, digests in share:
         part = {}
         for n in range(len(digests) // 64):
             part[first + n] = digests[64 * n : 64 * (n + 1)]
-        with VerifiedReader(folder / name, FilePart(size, part), part) as reader:
+        file = FilePart(size, part)
+        with VerifiedReader(folder / name, file, part, machines=machines) as reader:
             for index in part:
                 reader.chunk(index)
 
@@ -283,7 +288,7 @@ class VerifiedReader:
 
     `ahead` lists the chunks that will be needed. `last` keeps the last one for the next reader. A
     file that is not here, but in its storage or on the disk of one of the other `machines`, is read
-    from there, in chunks.
+    from there, in chunks. So is a chunk that is damaged here, if another machine has a copy.
     """
 
     def __init__(
@@ -301,7 +306,7 @@ class VerifiedReader:
         self.ready: dict[int, Future[mmap.mmap]] = {}
         self.spare: list[mmap.mmap] = []  # new memory has to be cleared first
         self.machines = machines
-        self.is_on_other = machines is not None and machines.is_on_other(path)
+        self.is_on_other = machines is not None and machines.is_on_other(path, file)
         self.fd: int | None = None
         if not self.is_on_other:
             self._open()
@@ -351,7 +356,8 @@ class VerifiedReader:
         # Chunks are asked for in their order: one that was passed over is not needed.
         for old in [i for i in self.ready if i < index]:
             del self.ready[old]
-        while self.ahead and len(self.ready) < AHEAD:
+        limit = OTHERS_AHEAD if self.is_on_other else AHEAD
+        while self.ahead and len(self.ready) < limit:
             coming = self.ahead.popleft()
             self.ready[coming] = self.pool.submit(self._read_chunk, coming)
         waiting = self.ready.pop(index, None)
@@ -371,24 +377,43 @@ class VerifiedReader:
         begin = index * CHUNK
         data = self._memory(min(CHUNK, self.file.size - begin))
         expected = self.file.digest(index)
-        for attempt in range(1 if self.fd is not None else REMOTE_TRIES):
-            self._fill(data, begin, attempt)
+        end = begin + len(data)
+        failures: list[UserError] = []
+        for fill in self._ways():
+            try:
+                fill(data, begin)
+            except UserError as failure:
+                failures.append(failure)
+                continue
             if sha256([data]) == expected:
                 return data
-        end = begin + len(data)
-        raise DamagedCheckpoint(
-            f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
-        )
+            failures.append(
+                DamagedCheckpoint(
+                    f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
+                )
+            )
+        raise failures[0]
 
-    def _fill(self, data: mmap.mmap, begin: int, attempt: int) -> None:
-        """Read into `data` what the file has from byte `begin` on."""
-        if self.machines is not None and self.is_on_other:
-            self.machines.read(self.path, begin, data, attempt)
-            return
-        if self.fd is None:
-            objects, key = store.locate(self.path)
-            data[:] = objects.read(key, begin, len(data), tag=None)
-            return
+    def _ways(self) -> Iterator[Fill]:
+        """Yield ways to read a chunk, in the order in which they are tried."""
+        if self.fd is not None:
+            yield self._read_here
+        elif not self.is_on_other:
+            for _ in range(REMOTE_TRIES):
+                yield self._read_stored
+        machines = self.machines
+        if machines is not None and machines.others_with(self.path):
+            for attempt in range(REMOTE_TRIES):
+                yield functools.partial(machines.read, self.path, attempt)
+
+    def _read_stored(self, data: mmap.mmap, begin: int) -> None:
+        """Read into `data` what the file has in its storage from byte `begin` on."""
+        objects, key = store.locate(self.path)
+        data[:] = objects.read(key, begin, len(data), tag=None)
+
+    def _read_here(self, data: mmap.mmap, begin: int) -> None:
+        """Read into `data` what the file has on this disk from byte `begin` on."""
+        assert self.fd is not None
         got = 0
         try:
             while got < len(data):

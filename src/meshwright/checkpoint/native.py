@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,11 +91,24 @@ def undivided(tensor: torch.Tensor) -> BoxedTensor:
     return BoxedTensor(shape, [((0,) * len(shape), shape)], tensor)
 
 
-def bytes_of(named: TensorBoxes, team: Team = ALONE) -> int:
-    """Return the size of a checkpoint of these tensors on all ranks."""
-    return team.total(
-        sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())
-    )
+def bytes_of(named: TensorBoxes, team: Team = ALONE, folders: Sequence[int] = ()) -> int:
+    """Return the size of a checkpoint of these tensors on all ranks.
+
+    If each rank has its number in `folders`, return the size of the largest of these folders.
+    """
+    own = sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())
+    if not folders:
+        return team.total(own)
+    sizes = team.merge({str(folders[team.rank]): own}, add_up)
+    return max(sizes.values())
+
+
+def add_up(tables: list[dict[str, int]]) -> dict[str, int]:
+    """Return the sums of the values under each key."""
+    sums: Counter[str] = Counter()
+    for table in tables:
+        sums.update(table)
+    return dict(sums)
 
 
 # Saving

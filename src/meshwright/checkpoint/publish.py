@@ -101,6 +101,13 @@ def write_step(
             wait_until_visible(folder / name, team)
         add_manifest(root, step, manifest)
 
+    has_name = False
+
+    def name() -> None:
+        nonlocal has_name
+        give_name(root, step)
+        has_name = True
+
     def nothing() -> None:
         """Take part in what the first rank of each folder does."""
 
@@ -118,19 +125,22 @@ def write_step(
         }
         if place and folders.copies > 1:
             by_name = {name: users[rank] for rank, part in enumerate(parts) for name in part}
-            machines.copy_parts(folder, manifest, by_name, folders, team)
+            machines.copy_parts(folder, manifest, by_name, folders, team, explained)
         names_here = [
             name
             for rank, part in enumerate(parts)
             if not users or users[rank] == users[team.rank]
             for name in part
         ]
-        for act in (
-            complete,
-            lambda: give_name(root, step),
-            lambda: write_tracker(root, step),
-        ):
-            team.run_on_all(explained(act) if is_first else nothing)
+        team.run_on_all(explained(complete) if is_first else nothing)
+        try:
+            team.run_on_all(explained(name) if is_first else nothing)
+        except UserError:
+            if users and has_name:  # on another machine the step has not got its name
+                with contextlib.suppress(OSError):
+                    remove_steps(root, [step])
+            raise
+        team.run_on_all(explained(lambda: write_tracker(root, step)) if is_first else nothing)
     except UserError:
         if is_first:  # no rank writes any more
             shutil.rmtree(folder, ignore_errors=True)
@@ -236,11 +246,17 @@ def name_disks(root: Path, users: Users, team: Team) -> None:
     if not are_on_own_disks(root, users):
         return
 
-    def name() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        disks.name_disk(root)
+    is_first = is_first_user(users, team)
+    names = team.gather(disks.disk_of(root) if is_first else "")
 
-    team.run_on_all(explain_failures(root, 0)(name) if is_first_user(users, team) else lambda: None)
+    def name() -> None:
+        # A folder that was copied from another machine has that machine's name of the disk.
+        own = names[team.rank]
+        if is_first and (not own or own in names[: team.rank]):
+            root.mkdir(parents=True, exist_ok=True)
+            disks.name_disk(root)
+
+    team.run_on_all(explain_failures(root, 0)(name))
 
 
 def are_on_own_disks(root: str | Path, users: Users) -> bool:

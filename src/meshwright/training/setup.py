@@ -18,6 +18,7 @@ from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source
 from meshwright.config.command import explain_out_of_memory
 from meshwright.config.data_paths import path_sets, path_settings
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
@@ -246,6 +247,18 @@ def open_scores(state: State, tokenizer: Tokenizer | None) -> Scores | None:
     g = state.config.logging
     if not g.eval_tasks:
         return None
+    c = state.config.checkpoint
+    is_in_save = c.save is not None and c.run_dir in (None, c.save)
+    if (
+        g.eval_tasks_device
+        and is_in_save
+        and publish.are_on_own_disks(c.save or "", state.saver.users)
+    ):
+        raise SettingsError(
+            "{eval_tasks_device} reads a snapshot that all ranks write, and machines have disks of their own "
+            f"in {c.save}; give a {{run_dir}} that they share, or leave {{eval_tasks_device}} out",
+            everywhere=True,
+        )
     parts = state.recorded, state.net, state.vocab, tokenizer, state.team
     return ScoresBeside(*parts, state.save_weights) if g.eval_tasks_device else Scores(*parts)
 
@@ -270,7 +283,9 @@ def open_log(
 
     def prepare() -> None:
         if state.saver.keeps_folder:
-            run_folder.prepare(kept, c, vocabulary.tokenizer, state.will_train)
+            run_folder.prepare(
+                kept, c, vocabulary.tokenizer, state.will_train, with_run_dir=team.is_rank_0
+            )
 
     team.run_on_all(prepare)
 

@@ -12,7 +12,7 @@ import torch
 from helpers import blank, error_of, flip_bit, hold_equal
 from meshwright.__main__ import main
 from meshwright.apps.collect import collect as collecting
-from meshwright.base.errors import BAD_DATA, UNAVAILABLE, USAGE
+from meshwright.base.errors import BAD_DATA, IO, UNAVAILABLE, USAGE
 from meshwright.checkpoint import disks, loading, manifests, native, publish, steps
 from meshwright.checkpoint.native import undivided
 
@@ -102,18 +102,22 @@ exec sh -c "$2"
 """
 
 
-def test_parts_come_by_ssh_from_where_the_step_says(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without rsync, tar sends them; no name leads out of the folder."""
+@pytest.fixture
+def tools(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let commands find an ssh that runs here, tar, and no rsync."""
     tools = run.parent / "bin"
     tools.mkdir()
     (tools / "ssh").write_text(SSH)
     (tools / "ssh").chmod(0o755)
-    for tool in ("sh", "ls", "tar", "cat"):
+    for tool in ("sh", "ls", "tar", "mkdir"):
         (tools / tool).symlink_to(shutil.which(tool) or "")
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setenv("SSH_LOG", str(run.parent / "hosts"))
+    return tools
+
+
+@pytest.mark.usefixtures("tools")
+def test_parts_come_by_ssh_from_where_the_step_says(run: Path) -> None:
     assert main(["collect", str(run)]) == 0 and is_whole(run)
     assert {*(run.parent / "hosts").read_text().split()} == {"node-b"}
 
@@ -136,9 +140,68 @@ def test_what_differs_is_not_taken(run: Path, capsys: pytest.CaptureFixture[str]
     assert "it is another step of that number" in capsys.readouterr().out
 
 
+def test_links_are_not_followed_nor_taken(run: Path) -> None:
+    """Neither in a source nor in the run itself does a link lead to another file."""
+    source = run.parent / "b"
+    secret = run.parent / "secret"
+    secret.write_text("secret")
+    (source / "log.txt").unlink()
+    (source / "tokenizer").mkdir()
+    for name in ("log.txt", "tokenizer/vocab.json", "iter_0000005/rank_00000.safetensors"):
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to(secret)
+    assert main(["collect", str(run), "--from", str(source)]) == BAD_DATA
+    assert {"log.txt", "tokenizer", collecting.STAGE}.isdisjoint(os.listdir(run))
+    (run / collecting.STAGE).symlink_to(run.parent)
+    assert main(["collect", str(run), "--from", str(source)]) == IO
+    assert secret.read_text() == "secret"
+
+
+def test_a_damaged_step_does_not_keep_others_back(run: Path) -> None:
+    """Nor does a source that is the run itself, or what an earlier copying has left."""
+    for name, text in (("iter_0000004/state.json", "{}"), ("iter_0000009/manifest.json", "{}")):
+        (run / name).parent.mkdir()
+        (run / name).write_text(text)
+    assert main(["collect", str(run), "--from", str(run)]) == BAD_DATA
+    assert main(["collect", str(run), "--from", str(run.parent / "b")]) == 0
+    assert (run / steps.TRACKER).read_text() == "5"
+
+
+RSYNC = """#!/bin/sh
+echo "$@" >> "$SSH_LOG"
+for target; do :; done
+mkdir -p "$target/iter_0000005"
+echo part > "$target/iter_0000005/rank_00000.safetensors"
+exit 1
+"""
+
+
+def test_a_place_is_for_no_shell_and_no_terminal(
+    run: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever wrote the manifest chose it; and what rsync has left before it failed is replaced."""
+    b = run.parent / "b"
+    odd = run.parent / "it's $(touch x)\x1b[2J"
+    b.rename(odd)
+    manifest = manifests.read_manifest(run / "iter_0000005")
+    part = "rank_00000.safetensors"
+    manifest[part] = manifest[part]._replace(place=f"node-b:{odd}#{disks.disk_of(odd)}")
+    for root in (run, odd):
+        raw = manifests.encode_manifest(manifest)
+        (root / "iter_0000005" / "manifest.json").write_bytes(raw)
+    assert main(["inspect", str(run)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    (tools / "rsync").write_text(RSYNC)
+    (tools / "rsync").chmod(0o755)
+    assert main(["collect", str(run), "--from", f"node-b:{odd}"]) == 0 and is_whole(run)
+    assert "--protect-args" in (run.parent / "hosts").read_text()
+    assert not list(Path().glob("x"))
+
+
 @pytest.mark.parametrize(
     ("source", "status", "words"),
     [
+        ("node::module", USAGE, "names no machine"),
         ("-oProxyCommand=touch x:/run", USAGE, "names no machine"),
         ("nothing", BAD_DATA, "nothing is no folder; give HOST:DIR or DIR"),
         ("node:/run", UNAVAILABLE, "ssh is needed to read from node"),

@@ -9,14 +9,16 @@ import shlex
 import shutil
 import subprocess
 import tarfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from meshwright.base.console import show
-from meshwright.base.errors import BAD_DATA, UNAVAILABLE, UserError
-from meshwright.base.files import sync
+from meshwright.base.errors import BAD_DATA, IO, UNAVAILABLE, UserError
+from meshwright.base.files import make_anew, sync
 from meshwright.base.progress import progress_bar
 from meshwright.base.runs.rows import METRICS
 from meshwright.checkpoint import disks, manifests, owner, publish, steps
@@ -40,7 +42,11 @@ def collect(run: Path, sources: list[str]) -> None:
     with owner.lock_folder(run, "wait for it"):
         for text in sources or places_of(run):
             show(f"from {text}")
-            take(run, read_source(text))
+            try:
+                take(run, read_source(text))
+            except OSError as error:
+                name = error.filename or run
+                raise UserError(f"{name}: {error.strerror or error}", IO) from error
         publish_newest(run)
 
 
@@ -59,9 +65,11 @@ def read_source(text: str) -> RunFolder:
     host, colon, folder = text.partition(":")
     if not colon or "/" in host or Path(text).is_dir():
         return LocalFolder(Path(text))
-    if not re.fullmatch(HOST, host):
+    # A second colon would have rsync ask a server of its own instead of ssh.
+    if not re.fullmatch(HOST, host) or folder.startswith(":"):
         raise UserError(f"{text[:200]!r} names no machine; give HOST:DIR or DIR")
-    return RemoteFolder(host, folder)
+    # ssh begins in the user's folder there.
+    return RemoteFolder(host, folder.removeprefix("~/") or ".")
 
 
 # Where parts come from
@@ -91,9 +99,11 @@ class LocalFolder(RunFolder):
 
     def copy(self, names: list[str], target: Path) -> None:
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            source = self.folder / name
+            # A step's folder may be a link, which the user has made; a file in it may not.
+            if source.is_file() and not source.is_symlink():
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.folder / name, target / name, follow_symlinks=False)
+                shutil.copyfile(source, target / name)
 
 
 @dataclass
@@ -109,14 +119,17 @@ class RemoteFolder(RunFolder):
         wanted = "".join(f"{name}\n" for name in names).encode()
         if shutil.which("rsync"):
             from_folder = f"{self.host}:{self.folder}/"
-            words = ["rsync", "-a", "--partial", "--ignore-missing-args", "--files-from=-"]
+            # Without --archive it takes no links or devices. Before 3.2.4 it would have a shell
+            # interpret the name of the folder.
+            words = ["rsync", "--times", "--partial", "--ignore-missing-args", "--protect-args"]
+            words += ["--files-from=-"]
             if subprocess.run([*words, from_folder, f"{target}/"], input=wanted).returncode == 0:
                 return
             show(f"rsync failed, so the files of {self.host} are copied with ssh and tar")
         with self.start("tar -cf - --ignore-failed-read -T -") as tar:
             assert tar.stdin and tar.stdout
-            tar.stdin.write(wanted)
-            tar.stdin.close()
+            # tar may send files before it has read all names.
+            threading.Thread(target=feed, args=(tar.stdin, wanted), daemon=True).start()
             try:
                 unpack(tar.stdout, {*names}, target)
             except tarfile.TarError as error:
@@ -125,7 +138,7 @@ class RemoteFolder(RunFolder):
                 ) from error
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
-        line = f"cd {shlex.quote(self.folder)} && {command}"
+        line = f"cd -- {shlex.quote(self.folder)} && {command}"
         try:
             return subprocess.Popen(
                 ["ssh", self.host, line], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -148,6 +161,12 @@ class RemoteFolder(RunFolder):
         return answer
 
 
+def feed(stream: BinaryIO, text: bytes) -> None:
+    """Write to a process; if it ends before, what it sent says so."""
+    with contextlib.suppress(OSError), stream:
+        stream.write(text)
+
+
 def unpack(stream: object, names: set[str], target: Path) -> None:
     """Write the regular files of a tar stream that were asked for, and nothing else."""
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
@@ -156,6 +175,7 @@ def unpack(stream: object, names: set[str], target: Path) -> None:
             if content is not None and member.name in names:
                 path = target / member.name
                 path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)  # a part that rsync has left
                 with open(path, "xb") as file:
                     shutil.copyfileobj(content, file, manifests.CHUNK)
 
@@ -166,8 +186,7 @@ def unpack(stream: object, names: set[str], target: Path) -> None:
 def take(run: Path, source: RunFolder) -> None:
     """Take from a source what the steps here lack, and whole steps that are not here."""
     stage = run / STAGE
-    shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir()
+    make_anew(stage)
     try:
         names = [name for name in source.list_names() if re.fullmatch(NAMES, name)]
         source.copy([name for name in names if "manifest.json" in name], stage)
@@ -183,8 +202,9 @@ def take_records(run: Path, source: RunFolder, names: list[str]) -> None:
     lacking = [name for name in names if not (run / name.partition("/")[0]).exists()]
     source.copy(lacking, run / STAGE)
     for name in RECORDS:
-        if (run / STAGE / name).exists():
-            (run / STAGE / name).rename(run / name)
+        staged = run / STAGE / name
+        if staged.is_dir() if name == "tokenizer" else staged.is_file():
+            staged.rename(run / name)
 
 
 def take_step(run: Path, source: RunFolder, name: str) -> None:
@@ -192,10 +212,11 @@ def take_step(run: Path, source: RunFolder, name: str) -> None:
     staged, here = run / STAGE / name, run / name
     try:
         manifest = manifests.read_manifest(staged)
+        is_other = here.exists() and manifests.read_seal(here) != manifests.read_seal(staged)
     except DamagedCheckpoint as damage:
         show(f"  {name}: passed over, {damage}")
         return
-    if here.exists() and manifests.read_seal(here) != manifests.read_seal(staged):
+    if is_other:
         show(f"  {name}: passed over, it is another step of that number than the one here")
         return
 
@@ -211,6 +232,7 @@ def take_step(run: Path, source: RunFolder, name: str) -> None:
 
     # A step that is here gets the files; one that is not is moved as a whole.
     if not here.exists():
+        sync(manifests.find_manifest(staged))
         sync(staged)
         staged.rename(here)
     else:
@@ -230,14 +252,16 @@ def require_intact(folder: Path, files: Manifest) -> None:
         manifests.check_size(folder / name, file)
         with open(folder / name, "rb") as copied:
             os.fsync(copied.fileno())
-    manifests.hash_chunks(folder, *manifests.divide_chunks(files, 1))
+    manifests.hash_chunks(folder, manifests.divide_chunks(files, 1)[0])
 
 
 def publish_newest(run: Path) -> None:
     """Let Megatron's tracker name the newest complete step."""
-    newest = next((step for step in steps.list_steps(run) if not lacking_places(run, step)), None)
-    if newest is not None:
-        publish.write_tracker(run, newest)
+    for step in steps.list_steps(run):
+        with contextlib.suppress(DamagedCheckpoint):
+            if not lacking_places(run, step):
+                publish.write_tracker(run, step)
+                return
 
 
 def lacking_places(run: Path, step: int) -> dict[str, list[str]]:

@@ -85,13 +85,26 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def find_last_step(folder: Path) -> tuple[int, str] | None:
-    """Return the last logged step of a run, and how its attempt ended; None if there is none."""
+def read_last_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows at the end of metrics.jsonl."""
     try:
         size = os.path.getsize(folder / METRICS)
     except OSError:
-        return None
-    rows, _ = read_new_rows(folder, max(size - TAIL_BYTES, 0))
+        return []
+    return read_new_rows(folder, max(size - TAIL_BYTES, 0))[0]
+
+
+def find_last_time(folder: Path) -> float:
+    """Return when the last row was written, in seconds since 1970; 0 if there is none."""
+    for row in reversed(read_last_rows(folder)):
+        with contextlib.suppress(*DAMAGED):
+            return float(row["time"])
+    return 0.0
+
+
+def find_last_step(folder: Path) -> tuple[int, str] | None:
+    """Return the last logged step of a run, and how its attempt ended; None if there is none."""
+    rows = read_last_rows(folder)
     ended = ""
     # The newest attempt's end comes after its last step, if it has one.
     for row in reversed(rows):

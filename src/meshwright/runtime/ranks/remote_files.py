@@ -11,8 +11,11 @@ import json
 import os
 import re
 import socket
+import struct
 import threading
+import time
 from collections.abc import Mapping
+from io import BufferedReader
 from mmap import mmap
 from multiprocessing.connection import (
     Client,
@@ -29,8 +32,9 @@ from meshwright.base.files import open_plain
 from meshwright.runtime.ranks.interfaces import GLOO, list_addresses
 
 LARGEST = 64 << 20  # bytes that a request may ask for
+PIECE = 1 << 20  # bytes of a message with data: what a server holds in memory for a connection
 SHORT = 4096  # bytes of a request, and of an answer that is no data
-PATIENCE = 120.0  # seconds in which an answer must begin
+PATIENCE = 120  # seconds in which the next byte of an answer must come
 
 Address = tuple[str, int]
 
@@ -46,6 +50,14 @@ def served_address() -> str:
     return "127.0.0.1"
 
 
+def limit_waits(connection: Connection, seconds: int) -> None:
+    """Let a read or write fail after so many seconds without a byte; 0 sets no limit."""
+    limit = struct.pack("ll", seconds, 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 class FileServer:
     """Serves the files below a folder whose relative names match a pattern, to who has the key."""
 
@@ -56,7 +68,7 @@ class FileServer:
         # Without a key of its own it accepts at once: whoever does not answer the challenge keeps a
         # thread of his own waiting, and nobody else.
         self.listener = Listener((served_address(), 0), backlog=128)
-        self.address: Address = self.listener.address  # type: ignore[assignment]
+        self.address: Address = self.listener.address
         self.is_closed = False
         threading.Thread(target=self._accept, name="file server", daemon=True).start()
 
@@ -70,40 +82,52 @@ class FileServer:
         while not self.is_closed:
             try:
                 connection = self.listener.accept()
-            except OSError:
+            except OSError:  # perhaps too many files are open
+                time.sleep(0.1)
                 continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         # It ends when the other side closes the connection, or turns out not to know the key.
         with connection, contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError):
+            limit_waits(connection, PATIENCE)
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
+            limit_waits(connection, 0)  # the next request may come much later
             while not self.is_closed:
                 name, begin, size = json.loads(connection.recv_bytes(SHORT))
-                data = b""
-                problem = ""
                 try:
-                    data = self._read(name, begin, size)
+                    file = self._open(name, begin, size)
                 except (OSError, TypeError, ValueError) as error:
                     problem = getattr(error, "strerror", None) or str(error)
-                connection.send_bytes(problem[:SHORT].encode()[:SHORT])
-                if not problem:
-                    connection.send_bytes(data)
+                    connection.send_bytes(problem[:SHORT].encode()[:SHORT])
+                    continue
+                with file:
+                    connection.send_bytes(b"")
+                    send_pieces(connection, file, size)
 
-    def _read(self, name: str, begin: int, size: int) -> bytes:
-        if not self.pattern.fullmatch(name) or not 0 < size <= LARGEST:
+    def _open(self, name: str, begin: int, size: int) -> BufferedReader:
+        """Open a file at the first byte that is asked for, if all of them may be sent."""
+        if not self.pattern.fullmatch(name) or not 0 < size <= LARGEST or begin < 0:
             raise ValueError(f"{name[:200]!r} is not served")
-        with open_plain(self.root / name) as file:
-            data = os.pread(file.fileno(), size, begin)
-            while 0 < len(data) < size:  # a call may read only a part
-                more = os.pread(file.fileno(), size - len(data), begin + len(data))
-                if not more:
-                    break
-                data += more
-        if len(data) != size:
+        path = self.root / name
+        file = open_plain(path, path.parent)  # the folder may be a link, which a user has made
+        if os.fstat(file.fileno()).st_size < begin + size:
+            file.close()
             raise ValueError(f"it ends before byte {begin + size:,}")
-        return data
+        file.seek(begin)
+        return file
+
+
+def send_pieces(connection: Connection, file: BufferedReader, size: int) -> None:
+    """Send the next bytes of a file; raise EOFError if it has become shorter."""
+    buffer = memoryview(bytearray(min(size, PIECE)))
+    while size:
+        count = file.readinto(buffer[: min(size, PIECE)])
+        if not count:
+            raise EOFError
+        connection.send_bytes(buffer[:count])
+        size -= count
 
 
 class RemoteFiles:
@@ -122,11 +146,12 @@ class RemoteFiles:
         try:
             connection = self._connect(rank)
             connection.send_bytes(json.dumps([name, begin, len(into)]).encode())
-            if not connection.poll(PATIENCE):
-                raise UserError(f"{where}: no answer in {PATIENCE:.0f} s", HANG)
             problem = connection.recv_bytes(SHORT).decode(errors="replace")
-            if not problem:
-                connection.recv_bytes_into(into)
+            got = 0
+            while not problem and got < len(into):
+                got += connection.recv_bytes_into(into, got)
+        except BlockingIOError:
+            raise UserError(f"cannot read {where}: no answer in {PATIENCE} s", HANG) from None
         except (AuthenticationError, EOFError, OSError) as error:
             why = getattr(error, "strerror", None) or str(error) or "the connection was closed"
             raise UserError(
@@ -149,4 +174,8 @@ class RemoteFiles:
                 if pair[0] == rank:
                     self.idle.remove(pair)
                     return pair[1]
-        return Client(tuple(self.addresses[rank]), authkey=self.key)
+        connection = Client(self.addresses[rank])
+        limit_waits(connection, PATIENCE)
+        answer_challenge(connection, self.key)
+        deliver_challenge(connection, self.key)
+        return connection

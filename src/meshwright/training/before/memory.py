@@ -17,7 +17,6 @@ import gc
 import math
 import socket
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.base import device as devices
+from meshwright.checkpoint.native import add_up
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
@@ -69,15 +69,8 @@ def require_memory(
 
 def on_this_machine(team: Team, number: int) -> int:
     """Return the sum of a number over the ranks of this machine, which its name tells."""
-
-    def add(tables: list[dict[str, int]]) -> dict[str, int]:
-        sums: Counter[str] = Counter()
-        for table in tables:
-            sums.update(table)
-        return dict(sums)
-
     name = socket.gethostname()
-    return team.merge({name: number}, add)[name]
+    return team.merge({name: number}, add_up)[name]
 
 
 def fit_micro_batch(

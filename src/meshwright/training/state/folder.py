@@ -74,17 +74,23 @@ def bring_records(config: TrainConfig, team: Team) -> None:
 
 
 def prepare(
-    folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None, will_train: bool = True
+    folder: Path | None,
+    config: TrainConfig,
+    tokenizer: Tokenizer | None,
+    will_train: bool = True,
+    with_run_dir: bool = True,
 ) -> None:
     """Move an earlier run aside if it is to be replaced, and write the settings.
 
-    A finished run keeps the settings that it has: nothing is trained with the new ones.
+    A finished run keeps the settings that it has: nothing is trained with the new ones. Without
+    `with_run_dir` the folder of --run-dir is left to rank 0.
     """
     c = config.checkpoint
 
     if c.save_overwrite and not config.training.skip_train:
         # --save and --run-dir may be one folder under two names.
-        roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
+        paths = (c.save, c.run_dir) if with_run_dir else (c.save,)
+        roots = {Path(path).resolve(): Path(path) for path in paths if path}
         loaded = steps.split_path(c.load)[0].resolve() if c.load else None
         for real, root in roots.items():
             # A run that goes on from an earlier step of the same folder keeps its curves.

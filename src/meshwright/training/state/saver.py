@@ -16,7 +16,7 @@ from meshwright.base.errors import IO, UserError
 from meshwright.base.files import make_anew
 from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import formats, loading, native, publish, steps
-from meshwright.checkpoint.machines import joined
+from meshwright.checkpoint.machines import incomplete_steps, joined
 from meshwright.checkpoint.upload import Uploader
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class Saver:
                 f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)"
             )
             # If the step is complete, only the work after it has failed.
-            if not self.team.run_on_rank_0(lambda: is_complete(self.folder, step)):
+            is_whole = not self.keeps_folder or is_complete(self.folder, step)
+            if not self.team.merge(is_whole, all):
                 self.kept, self.failure = None, error
                 self.lost.append(step)
                 self.unrecorded.append((step, str(error)))
@@ -292,7 +293,10 @@ class Saver:
         def find_damaged() -> list[int]:
             return publish.damaged_steps(self.folder, step) if self.is_first else []
 
-        damaged = team.collect_merged(self.explained(step, find_damaged), concatenate)
+        if publish.are_on_own_disks(self.folder, self.users):
+            damaged = incomplete_steps(Path(self.folder), step, self.is_first, team)
+        else:
+            damaged = team.collect_merged(self.explained(step, find_damaged), concatenate)
         kept = c.keep_last, c.keep_every, best
         removed: list[int] = team.run_on_rank_0(
             self.explained(step, lambda: publish.steps_to_remove(self.folder, step, *kept, damaged))

@@ -376,13 +376,14 @@ class State:
                 )
             # The previous step and the new one; Megatron's format needs a temporary step too.
             copies = 3 if c.ckpt_format == "torch" else 2
-            publish.check_writable(
-                c.save,
-                native.bytes_of(self.tensors(), self.team),
-                self.team,
-                copies,
-                self.saver.users,
-            )
+            users = self.saver.users
+            if publish.are_on_own_disks(c.save, users):
+                # A machine has room for its part, and for those that it keeps for others.
+                kept = min(c.save_copies, len({*users}))
+                needed = kept * native.bytes_of(self.tensors(), self.team, users)
+            else:
+                needed = native.bytes_of(self.tensors(), self.team)
+            publish.check_writable(c.save, needed, self.team, copies, users)
 
     def tensors(self) -> Any:
         with_optimizer = not self.config.checkpoint.no_save_optim
