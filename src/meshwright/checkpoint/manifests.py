@@ -95,7 +95,7 @@ Fill = Callable[[mmap.mmap, int], None]  # a buffer with what a file has from a 
 Chunks = dict[tuple[Path, int], mmap.mmap]
 
 
-def sha256(parts: Iterable[bytes | memoryview | mmap.mmap]) -> str:
+def sha256(parts: Iterable[bytes | bytearray | memoryview | mmap.mmap]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)  # without the GIL

@@ -59,11 +59,11 @@ class AttentionResults:
         return results
 
 
-class _Kernels(TorchDispatchMode):
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces torch's attention kernels, below autograd, which records them as usual."""
 
     def __init__(self, kept: AttentionResults) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
     def __torch_dispatch__(
