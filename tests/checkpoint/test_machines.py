@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 import on_ranks
 from helpers import TINY_FLAGS, blank, box_elements, flip_bit, hold_equal, random_boxes, read_losses
 from meshwright.base import console
-from meshwright.base.errors import HANG, IO, UserError
+from meshwright.base.errors import BAD_DATA, HANG, IO, UserError
 from meshwright.checkpoint import loading, machines, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, rank_file
@@ -126,6 +126,8 @@ def on_own_disks(root: Path) -> None:
     third = disk(root, (2, 1, 0, 2)[t.rank])
     assert load(third, 2) == 2
     assert t.rank or steps.list_steps(third) == [2, 1]
+    # It can tell what the steps are, and where.
+    assert t.rank or loading.require_checkpoint(third, OpenOptions("none")).step == 2
 
     # The mean of two steps; a named step.
     options = OpenOptions(average_last=2, optimizer=False)
@@ -505,6 +507,22 @@ def test_a_run_goes_on_exactly_on_machines_that_changed_places(tmp_path: Path) -
 def test_a_machine_joins_that_has_nothing_of_the_run(tmp_path: Path) -> None:
     """It is rank 0's, and takes the architecture from what the others hold."""
     goes_on_exactly(tmp_path, [0, 0, 1, 1], [[2, 0, 1, 1], [2, 0, 1, 2]], "--zero-stage=1")
+
+
+@pytest.mark.long
+def test_one_machine_alone_has_what_is_loaded(tmp_path: Path) -> None:
+    """Another run goes on from it, on all machines."""
+    train(tmp_path, [0, 0], "--train-iters=3", "--zero-stage=1")
+    more = ["--save=other", "--train-iters=3", "--finetune"]
+    log = train(tmp_path, [1, 0], *more)[0]
+    assert "loading checkpoint from run at iteration 3" in log
+    assert not (tmp_path / "machine1" / "run").exists()
+    # Without one anywhere, all ranks are refused.
+    shutil.rmtree(tmp_path / "machine0" / "run")
+    words = [*FLAGS, *OWN, *more, "--save=third"]
+    statuses = train_on_ranks(2, words, tmp_path, Machine(tmp_path, [1, 0]))
+    assert statuses == [BAD_DATA] * 2, (tmp_path / "log-0").read_text()
+    assert "there is no such folder" in (tmp_path / "log-0").read_text()
 
 
 LAYOUTS = [

@@ -79,6 +79,7 @@ class RunMachines:
     holders: dict[str, list[int]] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)  # on rank 0: why steps are not complete
     own: dict[str, bool] = field(default_factory=dict)  # answers of `has_own`
+    brought: dict[str, Manifest] = field(default_factory=dict)  # of steps that are not here at all
     listed: dict[int, Listed] = field(default_factory=dict)  # on rank 0
 
     # Reading
@@ -150,7 +151,7 @@ class RunMachines:
     # Finding, on rank 0
 
     def compare(self) -> None:
-        """Find the complete steps, and who has their files; bring their manifests here."""
+        """Find the complete steps, and who has their files; bring here what describes them."""
         listed = self.listed
         names = sorted({name for one in listed.values() for name in one.steps})
         for name in names:
@@ -191,7 +192,36 @@ class RunMachines:
         self.complete[name] = next(iter(parts.values())).seal
         self.add_holders(self.root / name, holders_of_parts(parts))
         if self.rank not in parts:
-            self.keep_manifest(*self.read_manifest(name, parts))
+            self.bring(name, parts)
+
+    def bring(self, name: str, parts: dict[int, StepFiles]) -> None:
+        """Bring the manifest of a complete step to this machine, which has no part of it."""
+        path, raw = self.read_manifest(name, parts)
+        manifest = manifests.parse_manifest(raw, path)
+        if not all(file.place for file in manifest.values()):
+            # It was written to one folder. Without its files the manifest would be a damaged step.
+            self.brought[name] = manifest
+            return
+        # The small files too, which tell the next start here what the step is.
+        small = {n: file for n, file in manifest.items() if not n.startswith("rank_")}
+        texts = {n: self.read_small(f"{name}/{n}", file) for n, file in small.items()}
+        self.keep(path, texts | {path.name: raw})
+
+    def read_small(self, key: str, file: File) -> bytes:
+        """Return a file of another machine that fits into memory, verified."""
+        data = bytearray(file.size)
+        for begin in range(0, file.size, manifests.CHUNK):
+            part = bytearray(min(manifests.CHUNK, file.size - begin))
+            self.files.read(self.holders[key][0], key, begin, part)
+            if manifests.sha256([part]) != file.digest(begin // manifests.CHUNK):
+                raise DamagedCheckpoint(f"{key} on another machine is not what was written")
+            data[begin : begin + len(part)] = part
+        return bytes(data)
+
+    def manifest_of(self, folder: Path) -> Manifest:
+        """Return the manifest of a complete step."""
+        brought = self.brought.get(folder.name)
+        return manifests.read_manifest(folder) if brought is None else brought
 
     def read_manifest(self, name: str, parts: dict[int, StepFiles]) -> tuple[Path, bytes]:
         """Return path and bytes of a step's manifest, which may be on another machine."""
@@ -204,20 +234,24 @@ class RunMachines:
         self.files.read(rank, f"{name}/{part.manifest}", 0, data)
         return path, bytes(data)
 
-    def keep_manifest(self, path: Path, raw: bytes) -> None:
-        """Write the manifest of a complete step here, where this machine has no part of it."""
+    def keep(self, path: Path, texts: dict[str, bytes]) -> None:
+        """Write the files that describe a step here; `path` is that of its manifest."""
         folder = path.parent
+        unnamed = folder.with_name(f"{folder.name}.tmp")
         try:
+            shutil.rmtree(unnamed, ignore_errors=True)
+            unnamed.mkdir(parents=True)
+            for name, text in texts.items():
+                with replacing(unnamed / name, durably=True) as file:
+                    file.write(text)
             if folder.exists():  # a part of another step with this number, which is not complete
                 aside = folder.with_name(f"{folder.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-            folder.mkdir(parents=True)
-            with replacing(path, durably=True) as file:
-                file.write(raw)
+            unnamed.rename(folder)
         except OSError as error:
             raise UserError(
-                f"cannot write the manifest of a step that other machines have to {folder}: "
+                f"cannot write what describes a step that other machines have to {folder}: "
                 f"{error.strerror or error}; make it writable, or start rank 0 on one of them",
                 IO,
             ) from error

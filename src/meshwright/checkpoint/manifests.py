@@ -220,7 +220,7 @@ def verify_together(folder: Path, team: Team, machines: RunMachines | None = Non
     Of a step on the disks of several machines, the first rank of each hashes what it has.
     """
     if machines is not None:
-        shares = team.deal(lambda: machines.divide(folder, read_manifest(folder)))
+        shares = team.deal(lambda: machines.divide(folder, machines.manifest_of(folder)))
         machines.deal_holders(folder, [name for name, *_ in shares], team)
     else:
         shares = team.deal(lambda: divide_chunks(verify_step(folder), team.size))

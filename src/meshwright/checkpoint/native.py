@@ -513,9 +513,12 @@ def open_native(
     opened: list[NativeSource] = []
 
     def act() -> list[Any]:
-        # The machines have compared the sizes of their files with the manifest.
-        looks = verify != "none" and machines is None
-        manifest = (manifests.verify_step if looks else manifests.read_manifest)(folder)
+        if machines is not None:  # they have compared the sizes of their files with it
+            manifest = machines.manifest_of(folder)
+        elif verify == "none":
+            manifest = manifests.read_manifest(folder)
+        else:
+            manifest = manifests.verify_step(folder)
         # It was saved with --ckpt-format, by an installation with more formats.
         if INDEX not in manifest:
             raise UserError(

@@ -38,7 +38,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if config.checkpoint.load:
         from meshwright.training.before.resolve import complete_from_start
 
-        config, start = complete_from_start(parsed)
+        config, start = complete_from_start(parsed, world.size)
     # Print the settings in their final form, which the checkpoint has completed.
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))

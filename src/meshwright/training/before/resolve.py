@@ -138,13 +138,15 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     return complete_from_start(parsed)[0]
 
 
-def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig, Source | None]:
+def complete_from_start(
+    parsed: flags.Parsed[TrainConfig], ranks: int = 1
+) -> tuple[TrainConfig, Source | None]:
     """Complete the settings; also return another program's checkpoint that was opened for this.
 
     The run loads it without opening it again. One of ours is opened anew, to verify its files.
     """
     load = parsed.config.checkpoint.load
-    source = open_start(parsed.config) if load else None
+    source = open_start(parsed.config, ranks) if load else None
     if source is None:
         return parsed.config, None
     config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)), source)

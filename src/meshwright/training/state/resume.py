@@ -96,11 +96,16 @@ def open_options(config: TrainConfig) -> OpenOptions:
     return OpenOptions(c.verify, c.trust_pickle, heads, optimizer, c.weights)
 
 
+def lacking_sizes(config: TrainConfig) -> list[str]:
+    """Return the sizes that a network needs and no flag gives."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    return [f"{{{name}}}" for name in needed if not getattr(config.model, name)]
+
+
 def refuse_missing(config: TrainConfig) -> None:
     """Refuse a --load without a checkpoint, unless it is --save: then the run starts anew."""
     c = config.checkpoint
-    needed = ("num_layers", "hidden_size", "num_attention_heads")
-    lacking = [f"{{{n}}}" for n in needed if not getattr(config.model, n)]
+    lacking = lacking_sizes(config)
     switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
     on = [name for name in switches if getattr(c, name)]
     if config.training.skip_train:
@@ -448,15 +453,16 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return shown
 
 
-def open_start(config: TrainConfig) -> Source | None:
+def open_start(config: TrainConfig, ranks: int = 1) -> Source | None:
     """Open what --load means, to look at its settings; refuse a path without a checkpoint.
 
-    Steps that are passed over are reported when it is loaded.
+    One of several ranks goes on, if it can: another machine may have the checkpoint. Steps that are
+    passed over are reported when it is loaded.
     """
     assert config.checkpoint.load
     options = open_options(config)._replace(verify="none")
     source = loading.open_checkpoint(config.checkpoint.load, options, report=lambda line: None)
-    if source is None:
+    if source is None and (ranks == 1 or lacking_sizes(config)):
         refuse_missing(config)
     return source
 

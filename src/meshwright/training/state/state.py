@@ -166,7 +166,7 @@ class State:
             hint = "to start anew, give another folder or --save-overwrite"
             raise DamagedCheckpoint(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
         if loaded is None:
-            refuse_missing(self.config)
+            self.team.run_on_all(lambda: refuse_missing(self.config))
             note = f"{c.load} holds no checkpoint yet: the weights are random"
             remark(
                 f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}",
@@ -183,7 +183,8 @@ class State:
                 f" > {self.team.run_on_rank_0(lambda: describe_recovery(self.config, loaded, seconds))}"
             )
             self.forget_best(is_moved=c.save_overwrite)
-            if self.team.run_on_rank_0(lambda: is_kept(c, loaded.step)):
+            # On disks of their own, another machine may have it.
+            if self.team.merge(is_kept(c, loaded.step), any):
                 self.saver.continue_from(loaded.step, self.best_to_keep)
 
     def wanted(self, source: Source, with_optimizer: bool, with_average: bool) -> TensorBoxes:
