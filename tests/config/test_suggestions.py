@@ -32,6 +32,12 @@ def test_a_path_that_does_not_exist_brings_up_what_is_named_like_it(tmp_path, mo
     assert near_path("my-texts") == "; did you mean ../my-texts?"
     assert near_path("other", ".idx") == "; did you mean ../other?"
     assert near_path("corpus.jsonl") == "; did you mean ../datasets/corpus.jsonl?"
+    # through a link, where the folder above is another one
+    (tmp_path / "clone/run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("clone/run")
+    monkeypatch.chdir("../link")
+    monkeypatch.setenv("PWD", f"{tmp_path}/link")
+    assert near_path("corpus.jsonl") == f"; did you mean {tmp_path}/datasets/corpus.jsonl?"
 
 
 @pytest.mark.parametrize(

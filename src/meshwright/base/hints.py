@@ -85,17 +85,27 @@ def near_path(path: str, ending: str = "") -> str:
 
 
 def _one_folder_up(name: str, ending: str) -> list[str]:
-    """Return where this name is, in the folder above this one or else in a folder there."""
-    try:
-        here = os.path.realpath(os.curdir)
-        with os.scandir(os.pardir) as entries:
-            # more of them would take long, on a network disk
-            beside = sorted(entry.path for entry in itertools.islice(entries, 200))
-    except OSError:
-        return []
-    places = [os.pardir, *(place for place in beside if os.path.realpath(place) != here)]
-    paths = [os.path.join(place, name) for place in places]
-    return [path for path in paths if os.path.exists(path + ending)][:1]
+    """Return where this name is, in a folder above this one or else in a folder there.
+
+    A shell that came here by a link shows another folder above than `..` is.
+    """
+    typed = os.environ.get("PWD", "")
+    here = os.path.realpath(os.curdir)
+    above = [os.pardir]
+    if typed != here and os.path.realpath(typed) == here:
+        above.append(os.path.dirname(typed))
+    for folder in above:
+        try:
+            with os.scandir(folder) as entries:
+                # more of them would take long, on a network disk
+                beside = sorted(entry.path for entry in itertools.islice(entries, 200))
+        except OSError:
+            continue
+        places = [folder, *(place for place in beside if os.path.realpath(place) != here)]
+        paths = [os.path.join(place, name) for place in places]
+        if found := [path for path in paths if os.path.exists(path + ending)]:
+            return found[:1]
+    return []
 
 
 def near_prefix(prefix: str) -> str:

@@ -343,9 +343,8 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
     if contradicted:
-        raise SettingsError(
-            listed(contradicted, "these settings contradict the checkpoint:"), BAD_DATA
-        )
+        head = "these settings contradict the checkpoint; leave them out, or give another folder:"
+        raise SettingsError(listed(contradicted, head), BAD_DATA)
     ours, noted = saved_settings(config), flags_with(TrainConfig, "resume", "note")
     changed = [n for n in ours if n in (*noted, *tunable) and n in saved and saved[n] != ours[n]]
     # A new run has data and a recipe of its own: only changes of the network are worth a line each.
