@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base.errors import IO, UserError, bad_data
-from meshwright.base.files import naming_file, replacing
+from meshwright.base.files import naming_file, own_file, replacing
 from meshwright.base.runs.rows import METRICS, find_last_time
 from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import disks, manifests, steps
@@ -431,7 +431,7 @@ def copy_file(files: RemoteFiles, rank: int, folder: Path, name: str, file: File
     """Copy a file of a step from another machine, and bring it to the disk."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)  # Megatron's mp_rank_01/
-    with naming_file(path), open(path, "xb") as copy:
+    with naming_file(path), open(path, "xb", opener=own_file) as copy:
         for index in range(file.chunks):
             begin = index * manifests.CHUNK
             data = bytearray(min(manifests.CHUNK, file.size - begin))

@@ -73,12 +73,20 @@ class Attend(nn.Module):
         # Our own kernel for CPUs has neither masks nor dropout.
         if self.impl == "auto" and mask is None and p == 0 and causal.suits(q, k):
             return self.run(causal.attend, p, q, k, v)
+        if self.recompute or shared.kept is not None:
+            return self.run_fused(q, k, v, mask, shared, p)
+        return fused(q, k, v, mask, shared.slopes, p)
+
+    def run_fused(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shared: Shared, p: float
+    ) -> Tensor:
+        """Run the kernel of a layer that is recomputed, whole or in its attention."""
         if shared.kept is not None:
             with shared.kept.used():
                 return fused(q, k, v, mask, shared.slopes, p)
-        if not stores_scores(q, k, mask):
-            return fused(q, k, v, mask, shared.slopes, p)
-        return self.run(fused, p, q, k, v, mask, shared.slopes, p)
+        if stores_scores(q, k, mask):
+            return self.run(fused, p, q, k, v, mask, shared.slopes, p)
+        return fused(q, k, v, mask, shared.slopes, p)
 
     def run(self, attend: Any, p: float, *arguments: Any) -> Tensor:
         """Run the kernel; selective recomputation keeps only q, k and v for the backward pass."""

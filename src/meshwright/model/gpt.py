@@ -188,19 +188,11 @@ class GPT(nn.Module):
             if self.training and again:
                 # The residual stream's dropout is a function of positions, and attention's results
                 # are kept if it draws, so no generator's state is needed for the second pass.
-                draws = self.draws(shared.where, pending.device)
-                kept = AttentionResults() if draws and not self.options.compiled else None
+                run = self.run_twice(shared.where, pending.device)
                 with self.keep_inputs(pending.device.type != "cpu"):
+                    given = residual, pending, shared, sites, layers
                     residual, pending = checkpoint(
-                        self.run,
-                        residual,
-                        pending,
-                        shared,
-                        sites,
-                        layers,
-                        kept,
-                        use_reentrant=False,
-                        preserve_rng_state=False,
+                        run, *given, use_reentrant=False, preserve_rng_state=False
                     )
             else:
                 residual, pending = self.run(residual, pending, shared, sites, layers)
@@ -260,32 +252,23 @@ class GPT(nn.Module):
         shared: Shared,
         sites: list[Tensor | None],
         layers: list[int],
-        kept: AttentionResults | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Run some layers; `kept` has what attention computed, if this is the second time."""
-        device = pending.device
-        draws = self.draws(shared.where, device)
-        shared.kept = kept
-        try:
-            for i in layers:
-                layer = functools.partial(
-                    self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1]
-                )
-                if draws and not (kept is not None and kept.results and kept.is_again):
-                    residual, pending = self.seeded(i, layer, shared, device)
-                else:
-                    residual, pending = layer()
-        finally:  # the second pass ends early, once it has all that the backward pass needs
-            shared.kept = None
-            if kept is not None:
-                kept.end_pass(devices.is_capturing(device))
+        draws = self.draws(shared.where, pending.device)
+        for i in layers:
+            layer = functools.partial(
+                self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1]
+            )
+            residual, pending = self.seeded(i, layer, shared, pending.device) if draws else layer()
         return residual, pending
 
-    def draws(self, where: Positions, device: torch.device) -> bool:
-        """Return whether attention draws its dropout from the device's generator.
+    def run_twice(self, where: Positions, device: torch.device) -> Callable[..., Any]:
+        """Return `run` for layers that are recomputed; attention that draws runs once."""
+        if self.draws(where, device) and not self.options.compiled:
+            return AttentionResults().around(self.run)
+        return self.run
 
-        The reference's dropout is a hash of positions.
-        """
+    def draws(self, where: Positions, device: torch.device) -> bool:
+        """Return whether attention draws its dropout, which the reference hashes from positions."""
         p = self.m.attention_dropout if self.training and where.samples is not None else 0.0
         return p > 0 and not uses_reference(self.m.attention_impl, p, device.type)
 
@@ -301,6 +284,8 @@ class GPT(nn.Module):
         The first layer shows how many numbers each of them draws. A pipeline rank without it runs
         the first of its own once more, as if it were that.
         """
+        if shared.kept is not None and shared.kept.has_all:  # nothing is drawn a second time
+            return layer()
         where = shared.where
         assert where.samples is not None and where.columns is not None
         shape = len(where.samples), where.length or len(where.columns), shared.mask is None

@@ -12,12 +12,17 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from meshwright.base import device as devices
+
+if TYPE_CHECKING:
+    from meshwright.model.positions import Shared
 
 aten = torch.ops.aten
 KERNELS = (
@@ -34,6 +39,26 @@ class AttentionResults:
     def __init__(self) -> None:
         self.results: deque[Any] = deque()
         self.is_again = False
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs layers with these results at hand, in both passes."""
+
+        def run_with_results(
+            residual: Tensor | None, pending: Tensor, shared: Shared, *rest: Any
+        ) -> Any:
+            shared.kept = self
+            try:
+                return run(residual, pending, shared, *rest)
+            finally:  # the second pass ends early, once it has all that the backward pass needs
+                shared.kept = None
+                self.end_pass(devices.is_capturing(pending.device))
+
+        return run_with_results
+
+    @property
+    def has_all(self) -> bool:
+        """Whether this is the second pass, and the first one has kept results."""
+        return self.is_again and bool(self.results)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from meshwright.base.console import show
 from meshwright.base.errors import BAD_DATA, IO, UNAVAILABLE, UserError
-from meshwright.base.files import make_anew, sync
+from meshwright.base.files import make_anew, own_file, sync
 from meshwright.base.progress import progress_bar
 from meshwright.base.runs.rows import METRICS
 from meshwright.checkpoint import disks, manifests, owner, publish, steps
@@ -176,7 +176,7 @@ def unpack(stream: object, names: set[str], target: Path) -> None:
                 path = target / member.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.unlink(missing_ok=True)  # a part that rsync has left
-                with open(path, "xb") as file:
+                with open(path, "xb", opener=own_file) as file:
                     shutil.copyfileobj(content, file, manifests.CHUNK)
 
 
