@@ -101,7 +101,8 @@ def refuse_missing(config: TrainConfig) -> None:
     c = config.checkpoint
     needed = ("num_layers", "hidden_size", "num_attention_heads")
     lacking = [f"{{{n}}}" for n in needed if not getattr(config.model, n)]
-    switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
+    # not use_checkpoint_args: as in Megatron, the settings given count until there is a checkpoint
+    switches = ("finetune", "exit_on_missing_checkpoint", "no_load_optim")
     on = [name for name in switches if getattr(c, name)]
     if config.training.skip_train:
         on.append("skip_train")
