@@ -333,9 +333,12 @@ def assess(original: Original, status: int | str, output: str) -> tuple[str, str
         return "partly", original.lacks
     if original.fault:
         return "upstream", original.fault
-    errors = [line for line in output.splitlines() if re.search(r"(?i)error|no such|invalid", line)]
-    line = errors[0] if errors else output.splitlines()[-2]
-    return "fails", f"status {status}: {' '.join(line.split())[:300]}"
+    lines = output.splitlines()
+    is_error = re.compile(r"(?i)error|no such|invalid").search
+    at = next((i for i, line in enumerate(lines) if is_error(line)), len(lines) - 2)
+    is_list = lines[at].rstrip().endswith(":")  # whose first item is in the next line
+    reason = " ".join(" ".join(lines[at : at + 1 + is_list]).split())
+    return "fails", f"status {status}: {reason[:300]}"
 
 
 if __name__ == "__main__":
