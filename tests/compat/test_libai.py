@@ -222,6 +222,7 @@ CHANGES = {
     "train.scheduler={'_target_':'x.WarmupCosineAnnealingLR','eta_min':1e-6}": "--lr-decay-style cosine --min-lr 1e-06",
     "train.checkpointer.period=7": "--save ./output --save-interval 7 --keep-last 100 --save-overwrite",
     "train.load_weight=old": "--load old --finetune --save-overwrite",
+    "train.load_weight=old/model_final/": "--load old --finetune --save-overwrite",
     "train.resume=True": "--load ./output --exit-on-missing-checkpoint --eval-iters",
     "train.global_batch_size=60": "--eval-iters 8",
     "model.cfg.apply_residual_post_layernorm=True": "--apply-residual-connection-post-layernorm",
@@ -284,7 +285,9 @@ def test_what_has_no_counterpart_is_refused_by_name(tool: Any, word: str) -> Non
 
 def test_settings_without_effect_are_reported_once(tool: Any) -> None:
     words = ["train.rdma_enabled=False", "graph.debug=2", "graph.auto_parallel.enabled=True"]
+    words += ["model.cfg.head_size=64"]
     assert flags_of(tool, words)[1] == [
+        "model.cfg.head_size has no effect: LiBai's GPT reads hidden_size and ffn_hidden_size",
         "train.rdma_enabled has no effect: NCCL decides",
         "graph has no effect: there is one mode, and the layout is given by its sizes",
     ]

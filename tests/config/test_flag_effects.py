@@ -258,6 +258,9 @@ def test_lengths_in_samples_and_tokens(run):
     for flags in (
         "--train-samples 24 --lr-decay-samples 20 --lr-warmup-samples 8",
         "--train-tokens 384 --lr-decay-tokens 320 --lr-warmup-tokens 128",
+        # as Megatron-DeepSpeed's scripts: what is used up first ends the run
+        "--train-samples 99 --train-tokens 384 --lr-decay-tokens 320 --lr-warmup-samples 8",
+        "--train-samples 24 --train-tokens 999 --lr-decay-tokens 320 --lr-warmup-samples 8",
     ):
         got = run("--eval-iters=0", "--train-iters", "none", *flags.split())
         assert got.losses == want.losses and got.column("lr") == want.column("lr")

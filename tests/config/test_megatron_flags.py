@@ -65,6 +65,7 @@ def test_the_names_of_other_years():
     """Flags of 2021, of Microsoft and of LLaMA's scripts, with the values that these give."""
     words = "--activations-checkpoint-method block --activations-checkpoint-num-layers 3"
     words += " --num-experts 1 --ds-sequence-parallel-size 1 --num-key-value-heads 2"
+    words += " --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --use-flash-attn-triton"
     words += " --normalization rmsnorm --use-rotary-position-embeddings"
     words += " --rotary-position-embeddings-theta 500000"
     parsed = parse(*words.split())
@@ -73,7 +74,8 @@ def test_the_names_of_other_years():
     assert recomputed == ("full", "block", 3)
     assert (m.num_experts, m.num_query_groups, m.normalization) == (None, 2, "RMSNorm")
     assert m.rotary_base == 500000 and parsed.config.parallel.context_parallel_size == 1
-    assert parsed.notices == []
+    assert m.attention_dropout == 0  # Microsoft's attention in Triton has none
+    assert all("the network is dense" in notice for notice in parsed.notices)
 
 
 def test_reasons_are_plain():

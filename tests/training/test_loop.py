@@ -748,6 +748,13 @@ def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag
     assert refused.status == 65 and f"but {flag} needs one" in refused.err and "no " in refused.err
 
 
+def test_settings_of_a_checkpoint_that_is_not_there_yet(run, tmp_path):
+    """The first start of a command with --use-checkpoint-args takes the settings that it gives."""
+    folder = tmp_path / "save"
+    first = run("--save", folder, "--load", folder, "--use-checkpoint-args")
+    assert first.status == 0 and "could not find the metadata file" in first.out
+
+
 def test_all_tokens_masked(run, monkeypatch):
     from meshwright.data import loader
 

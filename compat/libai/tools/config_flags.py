@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import UserError
@@ -76,6 +77,9 @@ _IDLE = {
         train.evaluation.eval_metric train.evaluation.eval_mode train.consumed_valid_samples""",
     "there is one mode, and the layout is given by its sizes": "graph",
     "preprocessing decides": "tokenization.append_eod",
+    "LiBai's GPT reads embedding_, attention_ and output_dropout_prob": """
+        model.cfg.hidden_dropout_prob model.cfg.attention_probs_dropout_prob""",
+    "LiBai's GPT reads hidden_size and ffn_hidden_size": "model.cfg.intermediate_size model.cfg.head_size",
     "it is for BERT": "tokenization.tokenizer.do_lower_case tokenization.tokenizer.do_chinese_wwm",
     "the length of the training decides": "dataloader.train.train_val_test_num_samples",
     "it is the only one": "dataloader.train._target_ optim.params._target_ tokenization._target_",
@@ -207,7 +211,10 @@ def training(s: dict[str, Any], copies: int) -> list[str]:
         out += ["--save", folder, "--save-interval", str(s["train.checkpointer.period"])]
         out += ["--keep-last", str(s["train.checkpointer.max_to_keep"])]
     again = ["--load", folder, "--exit-on-missing-checkpoint"] if s.get("train.resume") else []
-    start = ["--load", str(s["train.load_weight"]), "--finetune"] if s["train.load_weight"] else []
+    weights = Path(s["train.load_weight"] or "")
+    if weights.name == "model_final" and not weights.exists():
+        weights = weights.parent  # where the last step of a run lies here
+    start = ["--load", str(weights), "--finetune"] if s["train.load_weight"] else []
     out += again or [*start, "--save-overwrite"]
     out += ["--recompute-granularity", "full"] if s["train.activation_checkpoint.enabled"] else []
     zero = s["train.zero_optimization.stage"] if s["train.zero_optimization.enabled"] else 0

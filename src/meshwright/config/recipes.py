@@ -315,7 +315,7 @@ def _tokens(draft: Draft, batch: int | None = None) -> float | None:
         # Data whose size is not known at once counts as what --train-tokens auto would read.
         tokens = training_tokens(draft.config.data) or auto_tokens(draft.config).value
         return t.train_epochs * tokens
-    if t.train_samples:
+    if draft.config.lengths == ["train_samples"] and t.train_samples:
         return t.train_samples * length
     return int(t.train_tokens or 1)
 

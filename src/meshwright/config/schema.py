@@ -678,8 +678,8 @@ class Training:
     )
     train_tokens: int | Literal["auto"] | None = flag(
         None,
-        "number of tokens, instead of --train-iters; auto: 20 for each parameter of the layers, and at most 4 readings "
-        "of the data; a run notes their number",
+        "number of tokens, instead of --train-iters; beside --train-samples, what is used up first ends the run; auto: 20 "
+        "for each parameter of the layers, and at most 4 readings of the data; a run notes their number",
         bound=">0",
         docs="recipes",
         proof="fuzz",
@@ -1313,7 +1313,9 @@ class Checkpoint:
         False, "save no optimizer state: smaller, but resuming is not exact", needs="--save"
     )
     use_checkpoint_args: bool = flag(
-        False, "require a checkpoint; its architecture is used with or without this flag", once=True
+        False,
+        "use a checkpoint's architecture, as without this flag; until there is one, that of the flags",
+        once=True,
     )
     save_at_start: bool = flag(
         False, "save a checkpoint before the first step", "--save-init", needs="--save", docs=""
@@ -1665,16 +1667,24 @@ class TrainConfig:
 
     @property
     def lengths(self) -> list[str]:
-        """Return the settings that give the length of the run; it needs exactly one."""
-        return [name for name in LENGTHS if getattr(self.training, name) is not None]
+        """Return the settings that decide the length of the run; it needs exactly one.
+
+        Megatron-DeepSpeed's scripts give samples and tokens: those that are used up first decide.
+        """
+        t = self.training
+        given = [name for name in LENGTHS if getattr(t, name) is not None]
+        if given == ["train_samples", "train_tokens"] and isinstance(t.train_tokens, int):
+            return ["train_samples" if self.samples == t.train_samples else "train_tokens"]
+        return given
 
     @functools.cached_property
     def samples(self) -> int | None:
         """Total number of samples, or None if the length is given in steps."""
         t = self.training
-        if isinstance(t.train_tokens, int):
-            return t.train_tokens // (self.data.seq_length or 1)
-        return t.train_samples
+        if not isinstance(t.train_tokens, int):
+            return t.train_samples
+        samples = t.train_tokens // (self.data.seq_length or 1)
+        return samples if t.train_samples is None else min(samples, t.train_samples)
 
     @functools.cached_property
     def steps(self) -> int:

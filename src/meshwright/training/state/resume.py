@@ -106,7 +106,8 @@ def refuse_missing(config: TrainConfig) -> None:
     """Refuse a --load without a checkpoint, unless it is --save: then the run starts anew."""
     c = config.checkpoint
     lacking = lacking_sizes(config)
-    switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
+    # not use_checkpoint_args: as in Megatron, the settings given count until there is a checkpoint
+    switches = ("finetune", "exit_on_missing_checkpoint", "no_load_optim")
     on = [name for name in switches if getattr(c, name)]
     if config.training.skip_train:
         on.append("skip_train")
