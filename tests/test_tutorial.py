@@ -1,5 +1,6 @@
 """docs/tutorial.md: run every command and the Python blocks, in order, with smaller sizes."""
 
+import fcntl
 import io
 import re
 import shlex
@@ -14,6 +15,8 @@ from documents import ROOT, environment, smaller
 from helpers import captured_output
 from meshwright.__main__ import main
 from meshwright.base.errors import DONE, SIGINT
+
+F_SETPIPE_SZ = 1031  # Linux
 
 PAGE = ROOT / "docs" / "tutorial.md"
 # Applied to a documented flag where it appears; the other flags stay as documented.
@@ -62,16 +65,17 @@ def stop_training(words: list[str], step: int, number: signal.Signals) -> None:
     """Start the training and send it the signal after a step."""
     command = ["python", "-m", "meshwright", *words]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+        command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()
     ) as p:
         assert p.stdout
+        # The warm start passes the signal on. Meanwhile the run waits for the pipe, which has room
+        # for a page of its lines.
+        fcntl.fcntl(p.stdout, F_SETPIPE_SZ, 4096)
         sent = False
         for line in p.stdout:
-            if not sent and re.match(rf" iteration +{step}/", line):
+            if not sent and re.match(rb" iteration +%d/" % step, line):
                 p.send_signal(number)
                 sent = True
-                # The warm start passes signals on. Meanwhile the run waits for the pipe, which has
-                # no room for all of its lines.
                 time.sleep(1)
     assert sent and p.returncode == (SIGINT if number == signal.SIGINT else -number)
 
