@@ -69,14 +69,15 @@ def stop_training(words: list[str], step: int, number: signal.Signals) -> None:
     ) as p:
         assert p.stdout
         # The warm start passes the signal on. Meanwhile the run waits for the pipe, which has room
-        # for a page of its lines.
+        # for a page of its lines and is emptied slowly: its steps would take half a minute.
         fcntl.fcntl(p.stdout, F_SETPIPE_SZ, 4096)
         sent = False
         for line in p.stdout:
             if not sent and re.match(rb" iteration +%d/" % step, line):
                 p.send_signal(number)
                 sent = True
-                time.sleep(1)
+            if sent:
+                time.sleep(0.05)
     assert sent and p.returncode == (SIGINT if number == signal.SIGINT else -number)
 
 
