@@ -21,7 +21,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import on_ranks
-from helpers import TINY_FLAGS, blank, box_elements, flip_bit, hold_equal, random_boxes, read_losses
+from helpers import (
+    TINY_FLAGS,
+    blank,
+    box_elements,
+    captured_output,
+    flip_bit,
+    hold_equal,
+    random_boxes,
+    read_losses,
+)
 from meshwright.base import console
 from meshwright.base.errors import BAD_DATA, HANG, IO, UserError
 from meshwright.checkpoint import loading, machines, manifests, native, publish, steps
@@ -489,14 +498,19 @@ def test_the_choice_of_folders(
     """Ranks share the folder here, and their machines have two names."""
     hosts = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: hosts.name)
-    config = with_settings(TrainConfig(), save=str(tmp_path), save_on_each_node=choice)
+    config = with_settings(
+        TrainConfig(), save=str(tmp_path), save_on_each_node=choice, save_copies=3
+    )
 
     def find(team: Team) -> publish.Users:
         hosts.name = f"node{team.rank}"
         return run_folder.find_users(config, team)
 
-    found, _ = on_threads(2, find)
+    with captured_output() as (out, _):
+        found, _ = on_threads(2, find)
     assert found == [expected] * 2
+    said = "each part is kept 2 times" if expected else "--save-copies has no effect"
+    assert said in "\n".join(out)
 
 
 @pytest.mark.whole

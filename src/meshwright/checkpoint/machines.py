@@ -55,9 +55,8 @@ class StepFiles(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What the first rank of a machine serves, and where."""
+    """What the first rank of a machine serves."""
 
-    address: Address
     steps: dict[str, StepFiles]  # by the name of the step's folder
     last: float  # when the last row of its records was written, 0 without any
     records: dict[str, int]  # the sizes of its records
@@ -204,19 +203,11 @@ class RunMachines:
             return
         # The small files too, which tell the next start here what the step is.
         small = {n: file for n, file in manifest.items() if not n.startswith("rank_")}
-        texts = {n: self.read_small(f"{name}/{n}", file) for n, file in small.items()}
-        self.keep(path, texts | {path.name: raw})
-
-    def read_small(self, key: str, file: File) -> bytes:
-        """Return a file of another machine that fits into memory, verified."""
-        data = bytearray(file.size)
-        for begin in range(0, file.size, manifests.CHUNK):
-            part = bytearray(min(manifests.CHUNK, file.size - begin))
-            self.files.read(self.holders[key][0], key, begin, part)
-            if manifests.sha256([part]) != file.digest(begin // manifests.CHUNK):
-                raise DamagedCheckpoint(f"{key} on another machine is not what was written")
-            data[begin : begin + len(part)] = part
-        return bytes(data)
+        texts = {path.name: raw}
+        for n, file in small.items():
+            key = f"{name}/{n}"
+            texts[n] = b"".join(verified_chunks(self.files, self.holders[key][0], key, file))
+        self.keep(path, texts)
 
     def manifest_of(self, folder: Path) -> Manifest:
         """Return the manifest of a complete step."""
@@ -353,27 +344,22 @@ def joined(path: Path, team: Team) -> Iterator[RunMachines | None]:
         return
 
     first = views[seen]
-    key = bytes.fromhex(team.run_on_rank_0(lambda: secrets.token_hex(32)))
+    is_first = team.rank == first
     ranks = team.collect(lambda: first)
-    with contextlib.ExitStack() as stack:
+    with served(root, SERVED, is_first, team) as files:
 
-        def serve() -> dict[str, Any]:
-            if team.rank != first:
+        def look() -> dict[str, Any]:
+            if not is_first:
                 return {}
-            server = stack.enter_context(contextlib.closing(FileServer(root, SERVED, key)))
-            last = find_last_time(root)
             sizes = {
                 name: (root / name).stat().st_size for name in RECORDS if (root / name).is_file()
             }
-            return {str(team.rank): Listed(server.address, list_files(root), last, sizes)}
+            return {str(team.rank): Listed(list_files(root), find_last_time(root), sizes)}
 
         listed = {}
-        for rank, (address, own, *records) in team.collect_merged(serve, merge_first).items():
+        for rank, (own, *records) in team.collect_merged(look, merge_first).items():
             parts = {name: StepFiles(*part) for name, part in own.items()}
-            listed[int(rank)] = Listed(address, parts, *records)
-        addresses = team.run_on_rank_0(lambda: {rank: one.address for rank, one in listed.items()})
-        where = {int(rank): (address[0], address[1]) for rank, address in addresses.items()}
-        files = stack.enter_context(contextlib.closing(RemoteFiles(where, key)))
+            listed[int(rank)] = Listed(parts, *records)
         machines = RunMachines(root, team.rank, first, files, ranks, listed=listed)
 
         def compare() -> dict[str, str]:
@@ -383,6 +369,34 @@ def joined(path: Path, team: Team) -> Iterator[RunMachines | None]:
         # On rank 0 these are its own.
         machines.complete = team.run_on_rank_0(compare)
         yield machines
+
+
+@contextlib.contextmanager
+def served(root: Path, pattern: str, is_server: bool, team: Team) -> Iterator[RemoteFiles]:
+    """Let some ranks serve files below a folder to all, who call this together."""
+    key = bytes.fromhex(team.run_on_rank_0(lambda: secrets.token_hex(32)))
+    with contextlib.ExitStack() as stack:
+
+        def serve() -> dict[str, Address]:
+            if not is_server:
+                return {}
+            server = stack.enter_context(contextlib.closing(FileServer(root, pattern, key)))
+            return {str(team.rank): server.address}
+
+        addresses = team.merge(team.run_on_all(serve), merge_first)
+        where = {int(rank): (host, port) for rank, (host, port) in addresses.items()}
+        yield stack.enter_context(contextlib.closing(RemoteFiles(where, key)))
+
+
+def verified_chunks(files: RemoteFiles, rank: int, key: str, file: File) -> Iterator[bytearray]:
+    """Yield the chunks of a file on another machine, each after it was hashed."""
+    for index in range(file.chunks):
+        begin = index * manifests.CHUNK
+        chunk = bytearray(min(manifests.CHUNK, file.size - begin))
+        files.read(rank, key, begin, chunk)
+        if manifests.sha256([chunk]) != file.digest(index):
+            raise UserError(f"{key}: what came from rank {rank} is not what was written", IO)
+        yield chunk
 
 
 def copy_parts(
@@ -400,22 +414,12 @@ def copy_parts(
     """
     first_ranks = sorted({*folders.users})
     number = first_ranks.index(folders.users[team.rank])
-    key = bytes.fromhex(team.run_on_rank_0(lambda: secrets.token_hex(32)))
-    with contextlib.ExitStack() as stack:
-
-        def serve() -> dict[str, Address]:
-            if team.rank not in first_ranks:
-                return {}
-            name = re.escape(folder.name)
-            server = FileServer(folder.parent, rf"{name}/{FILE}", key)
-            return {str(team.rank): stack.enter_context(contextlib.closing(server)).address}
-
-        addresses = team.merge(team.run_on_all(serve), merge_first)
-        where = {int(rank): (address[0], address[1]) for rank, address in addresses.items()}
-        files = stack.enter_context(contextlib.closing(RemoteFiles(where, key)))
+    is_first = team.rank in first_ranks
+    pattern = rf"{re.escape(folder.name)}/{FILE}"
+    with served(folder.parent, pattern, is_first, team) as files:
 
         def copy() -> None:
-            if team.rank not in first_ranks:
+            if not is_first:
                 return
             for distance in range(1, min(folders.copies, len(first_ranks))):
                 source = first_ranks[number - distance]
@@ -432,15 +436,8 @@ def copy_file(files: RemoteFiles, rank: int, folder: Path, name: str, file: File
     path = folder / name
     path.parent.mkdir(exist_ok=True)  # Megatron's mp_rank_01/
     with naming_file(path), open(path, "xb", opener=own_file) as copy:
-        for index in range(file.chunks):
-            begin = index * manifests.CHUNK
-            data = bytearray(min(manifests.CHUNK, file.size - begin))
-            files.read(rank, f"{folder.name}/{name}", begin, data)
-            if manifests.sha256([data]) != file.digest(index):
-                raise UserError(
-                    f"{path}: what came from rank {rank} is not what it has written", IO
-                )
-            copy.write(data)
+        for chunk in verified_chunks(files, rank, f"{folder.name}/{name}", file):
+            copy.write(chunk)
             heartbeat.tick()
         copy.flush()
         os.fsync(copy.fileno())

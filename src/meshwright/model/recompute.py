@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +60,9 @@ class AttentionResults:
         """Whether this is the second pass, and the first one has kept results."""
         return self.is_again and bool(self.results)
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> contextlib.AbstractContextManager[Any]:
         """Keep the results in the first pass; in the second, hand them out instead of computing."""
-        with _Kernels(self):
-            yield
+        return _Kernels(self)
 
     def end_pass(self, is_captured: bool) -> None:
         """End a pass over the layers; refuse one in a CUDA graph that would draw a second time."""

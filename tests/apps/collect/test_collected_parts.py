@@ -218,3 +218,11 @@ def test_sources_that_cannot_be_read(
     monkeypatch.setenv("PATH", "")
     assert main(["collect", str(run), f"--from={source}"]) == status
     assert words in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["collect", str(tmp_path / "typo")]) == BAD_DATA
+    assert "give --from HOST:DIR or DIR" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()

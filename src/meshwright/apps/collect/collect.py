@@ -38,7 +38,11 @@ Advance = Callable[[float], None]
 
 def collect(run: Path, sources: list[str]) -> None:
     """Copy what the steps in `run` lack from the sources, or from where the steps say."""
-    run.mkdir(parents=True, exist_ok=True)
+    if not sources and not steps.list_steps(run):
+        raise UserError(
+            f"{run} holds no step that says where the others are; give --from HOST:DIR or DIR",
+            BAD_DATA,
+        )
     with owner.lock_folder(run, "wait for it"):
         for text in sources or places_of(run):
             show(f"from {text}")
@@ -83,8 +87,8 @@ class RunFolder(ABC):
         """List the manifests and records in it."""
 
     @abstractmethod
-    def copy(self, names: list[str], target: Path) -> None:
-        """Copy those of the named files that exist."""
+    def copy(self, names: list[str], target: Path, advance: Advance = lambda size: None) -> None:
+        """Copy those of the named files that exist; say the size of each that has come."""
 
 
 @dataclass
@@ -97,13 +101,14 @@ class LocalFolder(RunFolder):
         found = (path.relative_to(self.folder) for path in self.folder.glob("*/*"))
         return [*map(str, found), *os.listdir(self.folder)]
 
-    def copy(self, names: list[str], target: Path) -> None:
+    def copy(self, names: list[str], target: Path, advance: Advance = lambda size: None) -> None:
         for name in names:
             source = self.folder / name
             # A step's folder may be a link, which the user has made; a file in it may not.
             if source.is_file() and not source.is_symlink():
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target / name)
+                advance(source.stat().st_size)
 
 
 @dataclass
@@ -115,7 +120,7 @@ class RemoteFolder(RunFolder):
         listing = "ls -d iter_*/manifest.json iter_*/.manifest.json tokenizer/* * 2>/dev/null; true"
         return self.ask(listing, b"").decode(errors="replace").split("\n")
 
-    def copy(self, names: list[str], target: Path) -> None:
+    def copy(self, names: list[str], target: Path, advance: Advance = lambda size: None) -> None:
         wanted = "".join(f"{name}\n" for name in names).encode()
         if shutil.which("rsync"):
             from_folder = f"{self.host}:{self.folder}/"
@@ -131,7 +136,7 @@ class RemoteFolder(RunFolder):
             # tar may send files before it has read all names.
             threading.Thread(target=feed, args=(tar.stdin, wanted), daemon=True).start()
             try:
-                unpack(tar.stdout, {*names}, target)
+                unpack(tar.stdout, {*names}, target, advance)
             except tarfile.TarError as error:
                 raise UserError(
                     f"{self.host}: what tar sent cannot be read: {error}", UNAVAILABLE
@@ -167,7 +172,7 @@ def feed(stream: BinaryIO, text: bytes) -> None:
         stream.write(text)
 
 
-def unpack(stream: object, names: set[str], target: Path) -> None:
+def unpack(stream: object, names: set[str], target: Path, advance: Advance) -> None:
     """Write the regular files of a tar stream that were asked for, and nothing else."""
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         for member in archive:
@@ -178,6 +183,7 @@ def unpack(stream: object, names: set[str], target: Path) -> None:
                 path.unlink(missing_ok=True)  # a part that rsync has left
                 with open(path, "xb", opener=own_file) as file:
                     shutil.copyfileobj(content, file, manifests.CHUNK)
+                advance(member.size)
 
 
 # What is taken
@@ -222,9 +228,8 @@ def take_step(run: Path, source: RunFolder, name: str) -> None:
 
     lacking = {n: file for n, file in manifest.items() if not (here / n).exists()}
     size = sum(file.size for file in lacking.values())
-    with progress_bar(f"{name}", size) as advance:
-        source.copy([f"{name}/{n}" for n in lacking], run / STAGE)
-        advance(size)
+    with progress_bar(name, size) as advance:
+        source.copy([f"{name}/{n}" for n in lacking], run / STAGE, advance)
     came = {n: file for n, file in lacking.items() if (staged / n).exists()}
     if not came:
         return

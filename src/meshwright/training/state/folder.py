@@ -44,20 +44,31 @@ FILES = (
 
 def find_users(config: TrainConfig, team: Team) -> publish.Users:
     """Find out which ranks share the folder of --save, and say if machines have their own."""
-    save, choice = config.checkpoint.save, config.checkpoint.save_on_each_node
-    if not save or team.size == 1:
+    c = config.checkpoint
+    save, choice = c.save, c.save_on_each_node
+    if not save:
         return ()
-    if choice == "yes" and not address_of(save):
-        users = publish.users_by_machine(Path(save), team)
-    elif choice == "no" and not address_of(save):
-        users = ()
-    else:
+    users: publish.Users = ()
+    if team.size > 1 and (choice == "auto" or address_of(save)):
         users = publish.find_users(Path(save), team)
-    if publish.are_on_own_disks(save, users):
-        number = len({*users})
+    elif team.size > 1 and choice == "yes":
+        users = publish.users_by_machine(Path(save), team)
+
+    # Say what was found, and which of these flags have no effect then.
+    has_own_disks = publish.are_on_own_disks(save, users)
+    number = len({*users})
+    if has_own_disks:
         remark(
             f" > --save {save}: {number} machines have disks of their own there; each keeps its ranks' part of a "
             "step, and `meshwright collect` brings the parts together"
+        )
+    elif choice == "yes":
+        remark(" > note: --save-on-each-node yes has no effect: all ranks save to one folder")
+    if c.save_copies > 1 and not has_own_disks:
+        remark(" > note: --save-copies has no effect: it is for machines with disks of their own")
+    elif has_own_disks and c.save_copies > number:
+        remark(
+            f" > note: --save-copies {c.save_copies}: each part is kept {number} times, once on each machine"
         )
     return users
 

@@ -61,10 +61,6 @@ def is_complete(folder: str, step: int) -> bool:
     return False
 
 
-def concatenate(lists: list[list[int]]) -> list[int]:
-    return [number for each in lists for number in each]
-
-
 class Saver:
     """The writer of a run's checkpoints.
 
@@ -290,13 +286,12 @@ class Saver:
             return []
 
         # A step is removed everywhere or nowhere, so one that is damaged on any machine stays.
-        def find_damaged() -> list[int]:
-            return publish.damaged_steps(self.folder, step) if self.is_first else []
-
         if publish.are_on_own_disks(self.folder, self.users):
             damaged = incomplete_steps(Path(self.folder), step, self.is_first, team)
         else:
-            damaged = team.collect_merged(self.explained(step, find_damaged), concatenate)
+            damaged = team.run_on_rank_0(
+                self.explained(step, lambda: publish.damaged_steps(self.folder, step))
+            )
         kept = c.keep_last, c.keep_every, best
         removed: list[int] = team.run_on_rank_0(
             self.explained(step, lambda: publish.steps_to_remove(self.folder, step, *kept, damaged))
