@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from meshwright.training import graph_rule, network
+from meshwright.training import graph_rule, network, stage_graphs
 from meshwright.training import graphs as graph
 
 
@@ -97,7 +97,7 @@ class Recorder:
         return (p for part in self.parts for p in part.parameters())
 
 
-class Recorded(graph.Graphs):
+class ByRecorder:
     """Graphs by a Recorder, whatever they should have been made with."""
 
     prepared = {}
@@ -106,7 +106,15 @@ class Recorded(graph.Graphs):
         super().__init__(None, parts, store, needs_room, totals)
         self.backend = Recorder(store, self.totals)
         self.backend.parts = parts
-        vars(self.backend).update(self.prepared)
+        vars(self.backend).update(ByRecorder.prepared)
+
+
+class Recorded(ByRecorder, graph.Graphs):
+    """The pieces of a step."""
+
+
+class RecordedStages(ByRecorder, stage_graphs.StageGraphs):
+    """The passes of a pipeline rank."""
 
 
 def stand_in(monkeypatch):
@@ -119,5 +127,6 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(network, "CudaGraphs", lambda device: None)
     monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
     monkeypatch.setattr(graph, "Graphs", Recorded)
-    monkeypatch.setattr(Recorded, "prepared", {})
+    monkeypatch.setattr(network, "StageGraphs", RecordedStages)
+    monkeypatch.setattr(ByRecorder, "prepared", {})
     Recorder.made.clear()

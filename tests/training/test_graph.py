@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from graphs_on_cpu import Recorded, Recorder, stand_in
+from graphs_on_cpu import ByRecorder, Recorded, Recorder, stand_in
 from helpers import TINY, TINY_FLAGS, read_rows
 from meshwright.__main__ import main
 from meshwright.config.flags import parse_settings
@@ -33,7 +33,7 @@ LEVERS += "--weight-decay 0.3 --weight-decay-incr-style rate".split()
 def recorded(monkeypatch):
     """Let every run use graphs by a Recorder; yield how to prepare it, as a dict."""
     stand_in(monkeypatch)
-    return Recorded.prepared
+    return ByRecorder.prepared
 
 
 def both(run, *flags):

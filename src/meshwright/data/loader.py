@@ -275,6 +275,10 @@ class Batch:
             return self
         return self._each(lambda x: devices.send(x, device))
 
+    def copy(self, device: torch.device) -> Batch:
+        """Return a copy on the device, whose memory is shared with nothing."""
+        return self._each(lambda x: x.to(device, copy=True))
+
     def pin(self) -> Batch:
         """Return the batch in memory from which accelerators copy without a wait."""
         return self._each(Tensor.pin_memory)

@@ -301,6 +301,13 @@ class GPT(nn.Module):
             self.drawn[shape] = devices.count_drawn(device)
         return out
 
+    def drawn_by_layer(self, samples: int, columns: int) -> int:
+        """Return how many numbers attention has drawn in a layer for a batch of this size.
+
+        The masks of a run's batches are all of one kind.
+        """
+        return next((n for shape, n in self.drawn.items() if shape[:2] == (samples, columns)), 0)
+
     def dropout_rows(self, where: Positions) -> list[Tensor | None]:
         """Return each site's hashes of (seed, sample, place, site), [B, T] or as the stream."""
         count = 2 * self.layers + 1

@@ -14,7 +14,7 @@ depend on how far the host is ahead of the GPU: see `most_sent` of pipeline_sche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,52 @@ if TYPE_CHECKING:
 Forward = Callable[["GPT", int, Tensor | None], Tensor]
 
 
-class ForwardPass(NamedTuple):
-    """The tensors of a micro-batch that a stage keeps until its backward pass."""
+class Passes(Protocol):
+    """The passes of this rank's stages, which CUDA graphs may replay."""
 
-    source: Tensor | None
-    output: Tensor
-    sending: Any  # torch's work object, None if nothing was sent
+    def forward(self, chunk: int, i: int, stream: Tensor | None) -> Tensor | None:
+        """Run a stage on micro-batch i; return the next stage's input, None on the last one."""
+
+    def backward(self, chunk: int, i: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of the stage's input, given its output's; None on the first one."""
+
+
+class AutogradPasses:
+    """Passes by autograd, as without a pipeline."""
+
+    def __init__(
+        self,
+        parts: list[GPT],
+        forward: Forward,
+        before_backward: Callable[[int, int], None],
+    ) -> None:
+        """`forward` ends with the loss, multiplied by its scale.
+
+        `before_backward` is called with each backward pass's chunk and micro-batch.
+        """
+        self.parts = parts
+        self.run = forward
+        self.before_backward = before_backward
+        # (chunk, micro-batch) -> input and output, if the backward pass is to come
+        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+
+    def forward(self, chunk: int, i: int, stream: Tensor | None) -> Tensor | None:
+        part = self.parts[chunk]
+        # What was received is a leaf, whose gradient goes back to the stage before.
+        if stream is not None:
+            stream.requires_grad_()
+        output = self.run(part, i, stream)
+        self.kept[chunk, i] = stream, output
+        return None if part.has_head else output.detach()
+
+    def backward(self, chunk: int, i: int, gradient: Tensor | None) -> Tensor | None:
+        stream, output = self.kept.pop((chunk, i))
+        self.before_backward(chunk, i)
+        torch.autograd.backward(output, gradient)
+        if stream is None:
+            return None
+        assert stream.grad is not None
+        return stream.grad
 
 
 class Pipeline:
@@ -89,54 +129,35 @@ class Pipeline:
                 elif self.layout.rank == to:
                     dist.recv(x, source, group=lane)
 
-    def train(
-        self,
-        tokens: Sequence[Tensor],
-        forward: Forward,
-        scale: float,
-        before_backward: Callable[[bool], None],
-    ) -> list[Tensor]:
-        """Run forward and backward of micro-batches [B, T]; return the last stage's losses.
-
-        `before_backward` is called before each backward pass with whether it is its stage's last.
-        """
-        passes: dict[tuple[int, int], ForwardPass] = {}  # those whose backward pass is to come
-        losses: list[Tensor] = []
-        actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
+    def train(self, tokens: Sequence[Tensor], passes: Passes) -> None:
+        """Run the forward and backward passes of micro-batches [B, T]."""
         most = most_sent(len(self.parts))
+        # What was sent must stay until it has arrived. An output's backward pass waits for that.
+        outputs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
         def run_action(action: Action, received: Tensor | None) -> None:
             op, chunk, i = action
-            part = self.parts[chunk]
             stage = self.stages[chunk]
             if op == "F":
-                # What was received is a leaf, whose gradient goes back to the stage before.
-                if received is not None:
-                    received.requires_grad_()
-                output = forward(part, i, received)
-                sending = None
-                if part.has_head:
-                    losses.append(output.detach())
-                    output = output * scale
-                else:
-                    sending = self._send(output.detach(), stage, 1)
-                passes[chunk, i] = ForwardPass(received, output, sending)
-            else:
-                # The output's memory may go once it has been sent.
-                source, output, sending = passes.pop((chunk, i))
-                if sending is not None:
-                    sending.wait()
-                before_backward(i == len(tokens) - 1)
-                torch.autograd.backward(output, received)
-                if source is not None:
-                    assert source.grad is not None
-                    self._send_and_keep(source.grad, stage, -1)
-                    if len(self.sent) > most:
-                        work, _ = self.sent.pop(0)
-                        work.wait()
+                output = passes.forward(chunk, i, received)
+                if output is not None:
+                    outputs[chunk, i] = self._send(output, stage, 1), output
+                return
+            if (chunk, i) in outputs:
+                work, _ = outputs.pop((chunk, i))
+                work.wait()
+            gradient = passes.backward(chunk, i, received)
+            if gradient is not None:
+                self._send_and_keep(gradient, stage, -1)
+                if len(self.sent) > most:
+                    work, _ = self.sent.pop(0)
+                    work.wait()
 
-        self._run(actions, tokens, run_action)
-        return losses
+        self._run(self.actions(len(tokens)), tokens, run_action)
+
+    def actions(self, count: int) -> list[Action]:
+        """Return what this rank does in a step of so many micro-batches."""
+        return schedule(self.schedule, self.size, self.rank, count, len(self.parts))
 
     def evaluate(self, tokens: Sequence[Tensor], forward: Forward) -> list[Tensor]:
         """Run forward only; return the last stage's results."""
@@ -183,11 +204,15 @@ class Pipeline:
             return None
         way = 1 if is_forward else -1
         sender = self.stages[action.chunk] - way
-        # With sequence parallelism the stream is a tensor rank's share of all tokens, in one row.
-        rows = (1, tokens.numel() // self.layout.tp) if self.sequence else tokens.shape
-        buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=tokens.device)
+        buffer = self.new_stream(tokens)
         dist.recv(buffer, self.rank_of(sender), group=self._lane(sender, way))
         return buffer
+
+    def new_stream(self, tokens: Tensor) -> Tensor:
+        """Return memory for the residual stream of a micro-batch's tokens [B, T]."""
+        # With sequence parallelism the stream is a tensor rank's share of all tokens, in one row.
+        rows = (1, tokens.numel() // self.layout.tp) if self.sequence else tokens.shape
+        return torch.empty(*rows, self.hidden, dtype=self.dtype, device=tokens.device)
 
     def _send(self, x: Tensor, stage: int, way: int) -> Any:
         return dist.isend(x.contiguous(), self.rank_of(stage + way), group=self._lane(stage, way))

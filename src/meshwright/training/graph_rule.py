@@ -9,6 +9,8 @@ from meshwright.optim.rule_table import is_rounded
 from meshwright.training.parameters import data_parts
 from meshwright.training.sizes import rows
 
+# Each forward and backward pass of a pipeline rank is a graph, which takes memory.
+MOST_PASSES = 256
 HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
 
 
@@ -27,7 +29,10 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     block = block_kind(t, m, config.precision, kind)
     never = {
         "the device is not an NVIDIA GPU": kind != NVIDIA,
-        "the stages of a pipeline wait for each other": p.pipeline_model_parallel_size > 1,
+        f"a step has more than {MOST_PASSES} forward passes of a stage": (
+            p.pipeline_model_parallel_size > 1
+            and config.micro_batches(config.global_batch) * config.chunks > MOST_PASSES
+        ),
         f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,

@@ -81,6 +81,8 @@ class Captured:
 class Graphs:
     """The captured pieces of a run's steps."""
 
+    most_pieces = 3  # steps of more micro-batches replay the middle one several times
+
     def __init__(
         self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int
     ) -> None:
@@ -111,7 +113,7 @@ class Graphs:
 
     def find(self, net: Network, batches: list[Batch], seed: int) -> Captured | None:
         """Return the pieces for a step, captured after the warm-up; None: it runs as usual."""
-        kind = shape_of(batches)
+        kind = shape_of(batches, self.most_pieces)
         if self.why_off or kind is None or not self.store.is_settled:
             return None
         if kind not in self.captured:
@@ -154,14 +156,8 @@ class Graphs:
 
     def record(self, net: Network, batches: list[Batch], seed: int) -> Captured:
         """Make the tensors that the pieces of a step read, and capture the pieces."""
-        device = self.store.device
-        copies: dict[str, Any] = {}
-        for name in TENSORS:
-            x = getattr(batches[0], name)
-            if x is not None:
-                copies[name] = x.to(device, copy=True)
-        batch = Batch(**copies, first_sample=0, unmasked=0)
-        numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
+        batch = batches[0].copy(self.store.device)
+        numbers = torch.ones(NUMBERS, dtype=torch.float64, device=batch.tokens.device)
         end = len(batches) - 1
         # The first, one in the middle, and the last; with fewer micro-batches some are the same.
         replays = []
@@ -180,7 +176,7 @@ def copy_into(to: Batch, batch: Batch) -> None:
             getattr(to, name).copy_(x, non_blocking=True)
 
 
-def shape_of(batches: list[Batch]) -> StepShape | None:
+def shape_of(batches: list[Batch], most_pieces: int) -> StepShape | None:
     """Return the shape of a step's batches and which pieces it has; None if the shapes differ."""
     shapes: set[StepShape] = set()
     for batch in batches:
@@ -188,8 +184,7 @@ def shape_of(batches: list[Batch]) -> StepShape | None:
         shapes.add(tuple(None if x is None else (x.shape, x.dtype) for x in tensors))
     if len(shapes) != 1:
         return None
-    # Steps of three micro-batches or more replay the middle piece several times.
-    return (*shapes.pop(), min(len(batches), 3))
+    return (*shapes.pop(), min(len(batches), most_pieces))
 
 
 assert set(TENSORS) == {f.name for f in fields(Batch)} - {"first_sample", "unmasked"}

@@ -129,6 +129,32 @@ def forward_part(
     return net.run_part(part, ModelInput(batch.tokens, net.where(batch, seed)), stream)
 
 
+def forward_stage(
+    net: Network,
+    part: Any,
+    seed: int,
+    timed: Timed,
+    batch: Batch,
+    scalars: Tensor,
+    totals: Tensor,
+    stream: Tensor | None,
+) -> Tensor:
+    """Return the next stage's input or, after the last one, the micro-batch's scaled loss.
+
+    The loss is added to the totals too. Any schedule brings the micro-batches in their order.
+    """
+    heartbeat.tick()
+    _, _, scale, divisor, _ = scalars.unbind()
+    with timed("forward-compute", 2):
+        out = forward_part(net, part, batch, seed, stream)
+        if not part.has_head:
+            return out
+        terms = [term / divisor for term in sum_terms(net, batch, out)]
+        if net.has_results:
+            add_terms(totals, terms)
+        return functools.reduce(torch.add, terms) * scale
+
+
 def sum_terms(net: Network, batch: Batch, logits: Tensor) -> list[Tensor]:
     """Return each term of the loss, summed over the unmasked tokens."""
     return [loss_sum(losses, batch.loss_mask) for losses in net.loss(logits, batch).values()]

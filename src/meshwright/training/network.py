@@ -30,6 +30,7 @@ from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
 from meshwright.training.micro_step import Loss, Network, make_loss
+from meshwright.training.stage_graphs import StageGraphs
 
 if TYPE_CHECKING:
     from meshwright.parallel.fsdp import FullyShardedStore
@@ -130,7 +131,8 @@ def build_network(
     if without is None:
         assert isinstance(store, FlatStore)
         needs_room = config.training.cuda_graphs == "auto"
-        graphs = graph.Graphs(CudaGraphs(device), parts, store, needs_room, 2 + len(terms))
+        kind = StageGraphs if layout.pp > 1 else graph.Graphs
+        graphs = kind(CudaGraphs(device), parts, store, needs_room, 2 + len(terms))
     return Network(
         parts=parts,
         store=store,

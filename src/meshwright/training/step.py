@@ -5,7 +5,6 @@ data/loader.py reads the batch from disk; parallel/store.py turns its gradients 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from meshwright.base.errors import BAD_DATA
 from meshwright.config.problem import SettingsError
 from meshwright.data.loader import Batch
 from meshwright.parallel import comm
+from meshwright.parallel.pipeline import AutogradPasses
 from meshwright.runtime.ranks.heartbeat import heartbeat
 from meshwright.training.micro_step import (
     DIVISOR,
@@ -26,10 +26,8 @@ from meshwright.training.micro_step import (
     Position,
     Timed,
     Update,
-    add_terms,
     forward_backward,
-    forward_part,
-    sum_terms,
+    forward_stage,
     untimed,
     update_weights,
 )
@@ -119,7 +117,7 @@ def accumulate(
     totals = torch.zeros(len(net.update_columns), dtype=torch.float64, device=net.device)
 
     if net.pipeline is not None:
-        pipeline_step(net, batches, numbers, totals, settings, timed)
+        pipeline_step(net, batches, numbers, totals, settings.seed, timed)
         return numbers, totals
     with timed("forward-backward", 1):
         for i, batch in enumerate(batches):
@@ -133,34 +131,23 @@ def pipeline_step(
     batches: list[Batch],
     numbers: Tensor,
     totals: Tensor,
-    s: StepSettings,
+    seed: int,
     timed: Timed,
 ) -> None:
     """Run a step's forward and backward passes in the order of the pipeline's schedule."""
     assert net.pipeline is not None
     net.store.clear_gradients()
     totals[VOTES] = numbers[0, VOTE]
-    shares: dict[int, list[Tensor]] = {}
 
-    def compute_loss(part: Any, i: int, stream: Tensor | None) -> Tensor:
-        """Return a micro-batch's share of the loss, or the next stage's input."""
-        heartbeat.tick()
-        with timed("forward-compute", 2):
-            out = forward_part(net, part, batches[i], s.seed, stream)
-            if not part.has_head:
-                return out
-            terms = [term / numbers[i, DIVISOR] for term in sum_terms(net, batches[i], out)]
-            # Detached: autograd's graph would keep each received input and its gradient.
-            shares[i] = [term.detach() for term in terms]
-            return functools.reduce(torch.add, terms)
+    def forward(part: Any, i: int, stream: Tensor | None) -> Tensor:
+        return forward_stage(net, part, seed, timed, batches[i], numbers[i], totals, stream)
 
+    def begin_backward(chunk: int, i: int) -> None:
+        net.store.begin_backward(i == len(batches) - 1)
+
+    passes = AutogradPasses(net.parts, forward, begin_backward)
     with timed("forward-backward", 1):
-        net.pipeline.train(
-            [b.tokens for b in batches], compute_loss, s.scale, net.store.begin_backward
-        )
-    if net.has_results:
-        for _, terms in sorted(shares.items()):  # in one order, whatever the schedule
-            add_terms(totals, terms)
+        net.pipeline.train([b.tokens for b in batches], passes)
 
 
 def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:

@@ -1,0 +1,119 @@
+"""CUDA graphs of a pipeline rank: the same numbers as without, by a stand-in and on GPUs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import TINY_FLAGS, read_rows
+from meshwright.parallel.pipeline_schedule import schedule
+from on_ranks import environments, run_programs
+
+TESTS = Path(__file__).parents[1]
+MORE = "--num-layers=4 --global-batch-size=16 --hidden-dropout=0.1 --attention-dropout=0.1 --z-loss-coef=0.01"
+COLUMNS = ("loss", "z_loss", "grad_norm", "lr", "skipped", "loss_scale")
+PP2 = "--pipeline-model-parallel-size=2"
+INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage=1"
+
+
+def on_ranks(world, flags, folder, fails=None):
+    words = [*TINY_FLAGS, *MORE.split(), *flags.split(), "--run-dir", str(folder)]
+    envs = environments(world)
+    if fails is not None:
+        envs = [env | {"FAILS": str(fails)} for env in envs]
+    envs = [env | {"PYTHONPATH": str(TESTS)} for env in envs]
+    folder.mkdir()
+    script = TESTS / "recorded_pretrain.py"
+    statuses, outputs = run_programs(script, [words] * world, envs, folder)
+    assert statuses == [0] * world, outputs
+    rows = read_rows(folder)
+    calls = [re.search(r"^calls:(.*)$", out, re.M) for out in outputs]
+    return [[row[name] for row in rows] for name in COLUMNS], calls, outputs[0]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (
+            2,
+            f"{PP2} --params-dtype=float64 --eod-mask-loss --tokenizer-type=ByteTokenizer --vocab-size=none",
+        ),
+        (2, f"{INTERLEAVED} --fp16 --initial-loss-scale=4194304 --hysteresis=1"),
+        (2, f"{PP2} --pipeline-schedule=gpipe --recompute-granularity=full"),
+        (4, f"{PP2} --zero-stage=1 --bf16"),
+        (4, f"{INTERLEAVED} --zero-stage=0"),
+        (4, f"{PP2} --tensor-model-parallel-size=2 --sequence-parallel --optimizer=muon"),
+    ],
+    ids=["masks", "interleaved fp16", "gpipe", "zero 1", "interleaved replicas", "tensor ranks"],
+)
+def test_recorded_passes_compute_the_same(tmp_path, world, flags):
+    plain, none, _ = on_ranks(world, f"{flags} --cuda-graphs=off", tmp_path / "off")
+    graphed, calls, _ = on_ranks(world, flags, tmp_path / "on")
+    assert plain == graphed and len(plain[0]) == 6
+    assert not any(none)
+    if "fp16" in flags:
+        assert 0 < sum(plain[COLUMNS.index("skipped")]) < 6
+
+    # Each pass of the schedule is captured once and replayed in each of the four later steps.
+    micro = 16 // (2 * world // 2)
+    if "tensor" in flags:
+        micro *= 2
+    for rank, found in enumerate(calls):
+        chunks = 2 if "virtual" in flags else 1
+        name = "gpipe" if "gpipe" in flags else "1f1b"
+        is_first_stage = rank < world // 2
+        pieces = len(schedule(name, 2, 0, micro, chunks)) + (not is_first_stage)
+        kinds = [word for word in found[1].split() if not word.isdigit()]
+        assert kinds == ["prepare", *["capture"] * pieces, *["replay"] * pieces * 4], rank
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(120)
+def test_a_capture_that_fails_on_one_rank(tmp_path):
+    """All ranks then go on without graphs, with the same numbers."""
+    plain, _, _ = on_ranks(2, f"{PP2} --cuda-graphs=off", tmp_path / "off")
+    graphed, calls, out = on_ranks(
+        2, PP2, tmp_path / "on", fails=15
+    )  # the last, with its collectives
+    assert plain == graphed
+    assert "CUDA graphs: off, because the capture failed" in out
+    assert all("replay" not in found[1] for found in calls)
+
+
+SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --max-position-embeddings 128
+--train-iters 12 --eval-interval 1000 --eval-iters 1 --lr 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1
+--micro-batch-size 2 --global-batch-size 16 --mock-data --vocab-size 500""".split()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two stages need two GPUs")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{PP2} --bf16",
+        f"{PP2} --fp16 --recompute-granularity=full --initial-loss-scale=65536",
+        f"{INTERLEAVED} --bf16 --recompute-granularity=selective",
+        f"{PP2} --bf16 --fp8-format=hybrid --hidden-size=256",
+        f"{PP2} --bf16 --optimizer=muon --attention-dropout=0",
+    ],
+)
+def test_two_gpus(tmp_path, flags):
+    """The same numbers without graphs and with them."""
+    rows = {}
+    for how in ("off", "on"):
+        words = [*SMALL, *flags.split(), "--cuda-graphs", how, "--run-dir", str(tmp_path / how)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [*launcher, "-m", "meshwright", "train", *words], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert (how == "off") == ("CUDA graphs: off" in done.stdout), done.stdout
+        rows[how] = [
+            [r[n] for n in ("loss", "grad_norm", "skipped")] for r in read_rows(tmp_path / how)
+        ]
+    assert rows["on"] == rows["off"] != []
