@@ -626,9 +626,12 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     head = terms.head()
     embedding = Step(terms.embedding(False), terms.embedding(True))
 
+    # Without CUDA graphs the host launches all this.
+    launches = waits and not terms.has_graphs
+
     def seconds(step: Step, of: int = 1) -> Seconds:
         device = [way.device_seconds / of for way in step]
-        host = [waits * way.host / of for way in step]
+        host = [launches * way.host / of for way in step]
         return Seconds(*device, *host)
 
     message = terms.sending("pipeline", traffic.message_bytes(c)) if waits else 0.0
@@ -747,9 +750,7 @@ def step_seconds(
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
     pp = layout.pipeline_model_parallel_size
     zero = layout.zero_stage
-    # Without a pipeline ZeRO decides about CUDA graphs; ZeRO 3 gathers weights in any case.
-    alike = layout._replace(zero_stage=zero if pp == 1 or zero == 3 else 0)
-    batches = micro_batches_of(run, alike, tuple(micro))
+    batches = micro_batches_of(run, layout, tuple(micro))
     largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
 
     # What follows the passes grows evenly with the number of micro-batches, or not at all.
@@ -796,8 +797,10 @@ def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
     pp = layout.pipeline_model_parallel_size
     zero = layout.zero_stage
     name = layout.pipeline_schedule
-    if pp > 1:  # without CUDA graphs, whatever the stage
-        zero, name = 0, "1f1b"
+    if pp > 1:
+        name = "1f1b"
+        # ZeRO 2 and 3 run without CUDA graphs; what ZeRO 3 gathers is added per layer.
+        zero = min(zero, 2)
         pp = pp if run.config.training.recompute_method == "block" else 2
     return LayoutSizes(
         *layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity
