@@ -208,9 +208,6 @@ def fp8_problems(c: TrainConfig) -> list[Problem]:
         return []
     fp8 = stated(c.precision, "fp8_format")
     out = []
-    if p.zero_stage == 3 and c.dp * p.context_parallel_size > 1:
-        text = f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give {{zero_stage=2}} or less"
-        out.append(Problem(("fp8_format", "zero_stage"), text))
     if m.hidden_size and m.num_attention_heads:
         for width in _uneven_widths(m, p.tensor_model_parallel_size):
             text = f"{fp8}: {width} is not a multiple of 16, as fp8 products need"

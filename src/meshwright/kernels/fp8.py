@@ -21,7 +21,7 @@ each tensor, and the transposed input, a byte a number, is all that is kept for 
 possible, the kernel that computes a tensor writes it in fp8 itself, after rounding to bfloat16, so
 that the bytes equal those of a separate cast; another kernel transposes them (fp8_fused.py).
 Weights are cast once a step, into tensors that stay where they are, so that a CUDA graph may read
-them.
+them. With ZeRO 3 no rank keeps a whole weight: it is cast for each use, when it has been gathered.
 
 Hand-written because torchao casts and transposes in separate passes: at 1,024 hidden it was slower
 than bfloat16. Infinities become NaN, so that no overflow is hidden.
@@ -161,6 +161,7 @@ class Scales:
     """The scales of all tensors that a network multiplies in fp8, and their amaxes.
 
     `combine`, if set, replaces amaxes by their maximum over the processes that share the layers.
+    `keeps_casts` says whether weights are cast once a step, not for each use.
     All of these numbers lie 16 bytes apart, as torch._scaled_mm demands of scales.
     """
 
@@ -168,6 +169,7 @@ class Scales:
         self.recipe = recipe
         self.device = device
         self.combine: Callable[[Tensor], None] | None = None
+        self.keeps_casts = True
         self.slots: dict[str, int] = {}
         self.products: list[Fp8Product] = []
         self.weight_casts: Any = None  # a table for Triton, once there is one
@@ -310,7 +312,11 @@ class Scales:
         matrices = [each.matrix for each in used]
         norms = iter(torch._foreach_norm(matrices, torch.inf, torch.float32))
         none = torch.zeros((), device=self.device)  # says nothing, so that the scale stays
-        amaxes = [none if each.cast is None else next(norms) for each in self.products]
+        self.scale_weights([none if each.cast is None else next(norms) for each in self.products])
+
+    @torch.no_grad()
+    def scale_weights(self, amaxes: list[Tensor]) -> None:
+        """Set the scales of the weights from their amaxes, or from those of this process's parts."""
         amax = torch.stack(amaxes)
         if self.combine is not None:
             self.combine(amax)
@@ -403,10 +409,18 @@ class Fp8Product:
         return _Multiply.apply(x, parameter, bias, self, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
 
     def know(self, parameter: Tensor) -> None:
-        """Cast the weight, unless its cast is there."""
-        if self.cast is None or self.parameter is not parameter:
-            self.parameter = parameter
+        """Note the weight; cast it if its cast is to be kept, and is not there."""
+        is_new = self.cast is None or self.parameter is not parameter
+        self.parameter = parameter
+        if is_new and self.scales.keeps_casts:
             self.refresh()
+
+    def weight(self, is_transposed: bool) -> Cast:
+        """Return the weight in fp8."""
+        if self.scales.keeps_casts:
+            assert self.cast is not None
+            return self.cast
+        return self.scales.cast(self.first + 1, self.matrix, True, is_transposed)
 
     @property
     def matrix(self) -> Tensor:
@@ -430,16 +444,17 @@ class Fp8Product:
 
     def multiply(self, x: Cast, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the product [N, out] of x [N, in], plus bias."""
-        assert self.cast is not None
+        weight = self.weight(is_transposed=False)
         flat = None if bias is None else bias.flatten()
-        return multiply(x.rows, self.cast.rows, (x.inverse, self.cast.inverse), dtype, flat)
+        return multiply(x.rows, weight.rows, (x.inverse, weight.inverse), dtype, flat)
 
     def differentiate(
         self, grad: Cast, transposed: Tensor, parameter: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the input, which is kept `transposed`, and of the weight."""
-        weight = self.cast
-        assert weight is not None and weight.transposed is not None and grad.transposed is not None
+        self.know(parameter)
+        weight = self.weight(is_transposed=True)
+        assert weight.transposed is not None and grad.transposed is not None
         back = multiply(grad.rows, weight.transposed, (grad.inverse, weight.inverse), dtype)
         inverses = grad.inverse, self.scales.views[self.first][1]
         return back, give_gradient(parameter, grad.transposed, transposed, inverses)

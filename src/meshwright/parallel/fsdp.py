@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from meshwright.kernels.fp8 import Scales
 from meshwright.kernels.moments import Place, place_of
 from meshwright.optim import rules
 from meshwright.optim.average import MovingAverage
@@ -133,7 +134,21 @@ class FullyShardedStore(Store):
         return {name: owned.master.detach() for name, owned in self.named.items()}
 
     def publish_weights(self, has_all: bool = True) -> None:
-        """Do nothing: the shards are the weights, and the next forward pass gathers them."""
+        """Scale the weights for fp8; the shards are the weights, which the next pass gathers."""
+        if self.scales is None:
+            return
+        amaxes = []
+        for product in self.scales.products:
+            master = self.named[f"{product.name}.weight"].master.detach()
+            # A rank may have no rows. The largest number is rounded as it is when it is gathered.
+            amax = master.abs().amax() if master.numel() else master.new_zeros(())
+            amaxes.append(amax.to(self.device, self.dtype).float())
+        self.scales.scale_weights(amaxes)
+
+    def set_scales(self, scales: Scales | None) -> None:
+        super().set_scales(scales)
+        if scales is not None:
+            scales.keeps_casts = False  # a rank has no whole weights between the passes
 
     def forget_gathered(self) -> None:
         for model in self.models:
