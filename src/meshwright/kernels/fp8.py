@@ -316,7 +316,7 @@ class Scales:
 
     @torch.no_grad()
     def scale_weights(self, amaxes: list[Tensor]) -> None:
-        """Set the scales of the weights from their amaxes, or from those of this process's parts."""
+        """Set the scales of the weights from their amaxes, or from those of their parts here."""
         amax = torch.stack(amaxes)
         if self.combine is not None:
             self.combine(amax)
