@@ -83,6 +83,7 @@ class Spread:
     forms: list[MatrixForm]  # of the parameters
     device: torch.device  # of the iterations; parameters and moments may be on the host
     exchange: Exchange | None = None
+    copies: list[Tensor] | None = None  # of the parameters in the network's format, if written here
 
 
 class Muon(OwnRule):
@@ -116,16 +117,14 @@ class Muon(OwnRule):
         if self.spread.exchange is not None:
             self._update_at_owners(self.spread.exchange, group)
             return
-        pairs = zip(self.spread.forms, group["params"], strict=True)
-        used = [(form, p) for form, p in pairs if p.grad is not None]
-        for some in chunks(used, lambda form, _: form, self.chunk):
-            form = some[0][0]
-            self._update([p for _, p in some], form, group)
+        forms = self.spread.forms
+        used = [(i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
+        for some in chunks(used, lambda i, _: forms[i], self.chunk):
+            self._update([i for i, _ in some], group)
 
-    def _update(
-        self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]
-    ) -> None:
-        ahead, norms = self._advance(matrices, group)
+    def _update(self, numbers: list[int], group: dict[str, Any]) -> None:
+        form = self.spread.forms[numbers[0]]
+        ahead, norms = self._advance([group["params"][i] for i in numbers], group)
         # The norms are those of whole matrices, where the parameters are. Sections, and matrices
         # that go to another device, get norms there.
         if form.sections or ahead.device != self.spread.device:
@@ -134,7 +133,7 @@ class Muon(OwnRule):
             x = normalised(ahead, norms)
             del ahead
             x = orthogonalise_either(x, group["ns_steps"])
-        self._subtract(matrices, x, form, group)
+        self._subtract(numbers, x, group)
 
     def _update_at_owners(self, exchange: Exchange, group: dict[str, Any]) -> None:
         parameters = group["params"]
@@ -159,11 +158,10 @@ class Muon(OwnRule):
             # Back from them, the updates of this rank's parts, which have shapes of their own.
             for parts in exchange.give_back(one_round, updates, update_like):
                 for some in chunks(parts, kind, self.chunk):
-                    first = some[0][0]
-                    matrices = [parameters[i] for i, _ in some]
+                    numbers = [i for i, _ in some]
                     x = torch.stack([update for _, update in some])
-                    x = x.view(-1, *parameters[first].shape)
-                    self._subtract(matrices, x, forms[first], group)
+                    x = x.view(-1, *parameters[numbers[0]].shape)
+                    self._subtract(numbers, x, group)
 
     def _look_ahead(
         self, numbers: list[int], group: dict[str, Any]
@@ -195,18 +193,20 @@ class Muon(OwnRule):
         skipped = scalar(self.found_inf, first)
         return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 
-    def _subtract(
-        self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
-    ) -> None:
+    def _subtract(self, numbers: list[int], x: Tensor, group: dict[str, Any]) -> None:
+        """Subtract the updates x [n, *shape] of the parameters of these numbers, of one form."""
+        weights = [group["params"][i].detach() for i in numbers]
+        first = weights[0]
+        copies = self.spread.copies
+        if copies is not None:
+            copies = [copies[i] for i in numbers]
         # The form's scale gives the update AdamW's size, so that one learning rate serves both.
-        first = matrices[0]
         lr = group["lr"]
         decay = scalar(1 - lr * group["weight_decay"], first)
-        rate = scalar(lr * form.scale, first)
-        weights = [p.detach() for p in matrices]
+        rate = scalar(lr * self.spread.forms[numbers[0]].scale, first)
         updates = x.to(first.device)
         skipped = scalar(self.found_inf, first)
-        passes.subtract(weights, updates, decay, rate, skipped, self.is_cautious)
+        passes.subtract(weights, updates, decay, rate, skipped, self.is_cautious, copies)
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
