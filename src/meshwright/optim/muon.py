@@ -27,13 +27,21 @@ plain form in bfloat16, which torch computes. In bfloat16 the gram form would be
 than plain, and would diverge without the second R. Devices without Triton kernels keep torch's
 form.
 
+Two products of X would be spared if the first R were kept in two float16 numbers, and the second R
+were Q R Q. But Q's rounding errors grow alike: of 15 spectra tried on a CPU, six results were off
+by more than half of their size, where the form above is off by 0.15 for the worst.
+
+The update begins when the backward pass has ended: before that nobody knows the norm of all
+gradients, which clips them, and whether it is finite. What it moves for each element of a matrix,
+in float32 with weights in bfloat16, is 30 bytes beside the products (kernels/triton/muon.py).
+
 Where several ranks share matrices, each is orthogonalised on one of them: parallel/owner_ranks.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -247,33 +255,33 @@ def normalised(x: Tensor, norms: Tensor) -> Tensor:
 
 def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
     """Return the update [n, *shape] of parameters of one form, for the scale of the form."""
-    out = []
-    for x in divide(ahead, form):
-        wide = None if x.dtype is torch.float64 else torch.float32
-        norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
-        x = orthogonalise_either(normalised(x, norms), steps)
-        # The form's scale is for a whole parameter; a section is smaller.
-        ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
-        out.append(x if ratio == 1 else x * ratio)
-    if not form.sections:
-        return out[0].view(ahead.shape)
-    # Back to the order of the rows: one group after the other, with the sections of each together.
-    by_group = []
-    for x, rows in zip(out, form.sections, strict=True):
-        by_group.append(x.view(len(ahead), -1, rows, x.shape[-1]))
-    return torch.cat(by_group, dim=2).view(ahead.shape)
-
-
-def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
-    """Return the matrices of parameters [n, *shape], as [count, rows, columns] for each section."""
     if not form.sections:
         # A gate's stack [n, 2, rows, columns] has 2 n matrices.
-        return [x.reshape(-1, *form.shape[-2:])]
-    # A section's rows of all groups are one matrix, unless each group's are.
+        matrices = ahead.reshape(-1, *form.shape[-2:])
+        return orthogonalise_any(matrices, steps).view(ahead.shape)
+    _, update_like = formats(ahead.dtype, ahead.device)
+    out = torch.empty_like(ahead, dtype=update_like.dtype)
+    for section, to in zip(sections(ahead, form), sections(out, form), strict=True):
+        # Its rows of all groups are one matrix, unless each group's are.
+        count = math.prod(section.shape[: 2 if form.by_group else 1])
+        x = orthogonalise_any(section.reshape(count, -1, section.shape[-1]), steps)
+        # The form's scale is for a whole parameter; a section is smaller.
+        ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
+        torch.mul(x.view(to.shape), ratio, out=to)
+    return out
+
+
+def sections(x: Tensor, form: MatrixForm) -> Sequence[Tensor]:
+    """Return views [n, groups, rows, columns] of the sections of parameters [n, *shape]."""
     groups = x.view(len(x), -1, sum(form.sections), x.shape[-1])
-    count = len(x) * groups.shape[1] if form.by_group else len(x)
-    sections = groups.split_with_sizes(form.sections, dim=2)
-    return [section.reshape(count, -1, x.shape[-1]) for section in sections]
+    return groups.split_with_sizes(form.sections, dim=2)
+
+
+def orthogonalise_any(x: Tensor, steps: int) -> Tensor:
+    """Return the matrices x [n, r, c], of any shape and norm, with singular values of about 1."""
+    wide = None if x.dtype is torch.float64 else torch.float32
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
+    return orthogonalise_either(normalised(x, norms), steps)
 
 
 def orthogonalise_either(x: Tensor, steps: int) -> Tensor:
