@@ -410,12 +410,13 @@ def copy_apart() -> None:
 
 
 RUN = "import sys; from meshwright.__main__ import main; sys.exit(main(sys.argv[1:]))"
+RUN_APART = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    f"import gpu_muon; gpu_muon.copy_apart(); {RUN}"
+)
 WAYS = {
     "AdamW": (RUN, "--optimizer adam"),
-    "Muon, copies in a pass": (
-        f"import gpu_muon; gpu_muon.copy_apart(); {RUN}",
-        "--optimizer muon",
-    ),
+    "Muon, copies in a pass": (RUN_APART, "--optimizer muon"),
     "Muon": (RUN, "--optimizer muon"),
 }
 
@@ -432,9 +433,7 @@ def time_steps(model: str, way: str, tokens: int, count: int) -> str:
     )
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, *flags.split(), "--run-dir", folder]
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr[-400:] or done.stdout[-400:])
         rows = [row for row in read_new_rows(Path(folder))[0] if row["event"] == "step"]
