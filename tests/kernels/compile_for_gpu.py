@@ -147,8 +147,10 @@ def muons() -> None:
     one = torch.ones(())
     ahead, norms = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
     updates = muon.normalise(ahead, norms, torch.float16)
+    copies = [m.bfloat16() for m in matrices]
     for is_cautious in (False, True):
         muon.subtract(matrices, updates, one, one, one, is_cautious)
+        muon.subtract(matrices, updates, one, one, one, is_cautious, copies)
 
 
 def updates() -> None:

@@ -84,14 +84,22 @@ def test_normalise(shape, rows, scale, dtypes):
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_cautious", [False, True])
-def test_subtract(shape, gap, skipped, dtype, is_cautious):
+@pytest.mark.parametrize("copied", [None, torch.float16])
+def test_subtract(shape, gap, skipped, dtype, is_cautious, copied):
     weights, updates = matrices(shape, gap=gap), torch.randn(3, *shape).to(dtype)
     if skipped:
         updates[0, 0, 0] = math.nan
     before, references = [x.clone() for x in weights], [x.clone() for x in weights]
     args = number(0.9), number(0.25), number(skipped), is_cautious
-    muon_triton.subtract(weights, updates, *args)
-    muon.subtract.plain(references, updates, *args)
+    # Copies of other numbers, which a skipped step leaves
+    copies = copied and [torch.ones(shape, dtype=copied) for _ in weights]
+    reference_copies = copied and [x.clone() for x in copies]
+    muon_triton.subtract(weights, updates, *args, copies)
+    muon.subtract.plain(references, updates, *args, reference_copies)
+    for copy, weight in zip(copies or [], weights, strict=copied is not None):
+        assert torch.equal(copy, torch.ones_like(copy) if skipped else weight.to(copied))
+    for copy, weight in zip(reference_copies or [], references, strict=copied is not None):
+        assert torch.equal(copy, torch.ones_like(copy) if skipped else weight.to(copied))
     for x, reference, old, update in zip(weights, references, before, updates, strict=True):
         kept = torch.where(update.float() * old < 0, 1.0, 0.9) if is_cautious else 0.9
         want = old if skipped else kept * old - 0.25 * update.float()

@@ -61,6 +61,7 @@ class Pair:
         ("adam", torch.float16, 512.0, 0.05),
         ("muon", torch.float32, 1.0, 0.05),
         ("muon", torch.bfloat16, 1.0, 0.05),
+        ("muon", torch.float16, 512.0, 0.05),
         ("rates", torch.bfloat16, 1.0, 0.05),
         ("cautious", torch.float16, 512.0, 0.05),
     ],
@@ -98,9 +99,10 @@ def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
         )
     copy = store.weights.float()
     torch.testing.assert_close(copy, store.master, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    for name, p in masters(store):  # the interpreter truncates bfloat16
-        if dtype is not torch.bfloat16 or kinds(store)[name][0] == "muon":
-            assert torch.equal(pair.flat[0].get_parameter(name), p.to(dtype)), name
+    if dtype is torch.bfloat16 and DEVICE.type == "cpu":
+        return  # the interpreter truncates bfloat16
+    for name, p in masters(store):
+        assert torch.equal(pair.flat[0].get_parameter(name), p.to(dtype)), name
 
 
 def test_numbers_on_the_device_equal_floats(uses_kernels):

@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.kernels import symmetric
 from meshwright.optim import muon
 from meshwright.optim.muon import Muon, orthogonalise
+from meshwright.optim.rule_table import MatrixForm
 
 A, B, C = 3.4445, -4.7750, 2.0315
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (12, 8), (8, 24), (7, 13)]
@@ -131,6 +132,28 @@ def test_the_kernels_give_the_same_update(monkeypatch):
     for a, b, old in zip(plain, kernels, start, strict=True):
         moved = (a - old).norm()
         assert 0 < (a - b).norm() < 8 * ROUNDING * moved
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_queries_keys_and_values_are_orthogonalised_apart(by_group):
+    """Rows lie by query groups: a group's queries, its keys, its values; then the next group's."""
+    rows = {"queries": 8, "keys": 4, "values": 4}
+    form = MatrixForm((32, 12), tuple(rows.values()), by_group)
+    x = torch.randn(3, 32, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    want = torch.empty_like(x)
+    for parameter, to in zip(x, want, strict=True):
+        kinds = torch.tensor(
+            [i for _ in range(2) for i, n in enumerate(rows.values()) for _ in range(n)]
+        )
+        group = torch.arange(32) // 16 if by_group else torch.zeros(32)
+        for kind, number in {*zip(kinds.tolist(), group.tolist(), strict=True)}:
+            own = (kinds == kind) & (group == number)
+            section = parameter[own]
+            # The whole parameter's scale is 0.2 times the root of 32.
+            ratio = math.sqrt(max(section.shape) / 32)
+            is_tall = section.shape[0] > section.shape[1]
+            to[own] = ratio * (exact(section.T).T if is_tall else exact(section))
+    torch.testing.assert_close(muon.orthogonalise_all(x, form, 5), want, rtol=1e-9, atol=1e-9)
 
 
 # Newton-Schulz

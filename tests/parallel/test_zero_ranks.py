@@ -5,6 +5,7 @@ import dataclasses
 import faulthandler
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.whole  # seconds, not moments
 
 SHARDS, COPIES = {"shard": 2}, {"replicas": 2, "shard": 2}
 STEPS = 3
+HALF = torch.float16  # which Triton's interpreter rounds as a GPU does
 
 
 # Parameters that a micro-batch's loss does not depend on: the first and the last of a layer that
@@ -231,6 +233,30 @@ def gaps(store):
 )
 def test_every_number_equals_one_process(sizes, micro, unused, rule, m, state):
     on_ranks(check_exact, sizes, micro, unused, rule, m, state)
+
+
+def check_kernels_copies(layout):
+    from meshwright.base import device as devices
+
+    for zero in (0, 1, 2):
+        with mock.patch.object(devices, "has_kernels", lambda device: True):
+            model, store = make(TINY, Optimizer(optimizer="muon"), HALF, layout=layout, zero=zero)
+        first = everything(store)
+        for step in range(2):
+            store.clear_gradients()
+            for batch, _ in work(step, layout, 1)[layout.at("replicas", "shard")]:
+                losses_of(model, [batch])
+            with mock.patch.object(devices, "has_kernels", lambda device: True):
+                store.step(StepScalars(0.01, 0.1))
+        values = everything(store)
+        assert all(not torch.equal(values[name], first[name]) for name in store.shapes)
+        check_published(model, store, values)
+
+
+def test_kernels_write_the_copies_of_a_rank_s_part():
+    """AdamW's and Muon's kernels, in Triton's interpreter, where a rank updates some elements."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    on_ranks(check_kernels_copies, SHARDS)
 
 
 def check_even_shards(layout):

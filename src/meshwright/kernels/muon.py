@@ -1,7 +1,8 @@
 """The elementwise passes of the Muon update over many matrices of one shape.
 
 `advance` reads the gradients and returns what Newton-Schulz orthogonalises after `normalise`;
-`subtract` subtracts the result from the weights. `advance` and `subtract` leave everything as it
+`subtract` subtracts the result from the weights, and may write their copies in the network's format
+too, which saves reading them again for it. `advance` and `subtract` leave everything as it
 was if `skipped` is not 0, which the host never reads. On CUDA each is one Triton kernel over all
 matrices; the plain references of these two take one matrix after the other. As in torch, the update
 is computed in 16 bits; only matrices of float64, by which layouts are compared, keep their format.
@@ -67,14 +68,17 @@ def subtract(
     rate: Tensor,
     skipped: Tensor,
     is_cautious: bool = False,
+    copies: list[Tensor] | None = None,
 ) -> None:
-    """Set each weight to decay * weight - rate * its update.
+    """Set each weight, and its copy in another format, to decay * weight - rate * its update.
 
     A cautious decay leaves out elements whose update has the other sign.
     """
-    for weight, update in zip(weights, updates, strict=True):
+    for i, (weight, update) in enumerate(zip(weights, updates, strict=True)):
         new = moved(weight, update, decay, rate, is_cautious)
         weight.copy_(torch.where(skipped > 0, weight, new))
+        if copies is not None:
+            copies[i].copy_(torch.where(skipped > 0, copies[i], new))
 
 
 def moved(weight: Tensor, update: Tensor, decay: Tensor, rate: Tensor, is_cautious: bool) -> Tensor:

@@ -27,13 +27,21 @@ plain form in bfloat16, which torch computes. In bfloat16 the gram form would be
 than plain, and would diverge without the second R. Devices without Triton kernels keep torch's
 form.
 
+Two products of X would be spared if the first R were kept in two float16 numbers, and the second R
+were Q R Q. But Q's rounding errors grow alike: of 15 spectra tried on a CPU, six results were off
+by more than half of their size, where the form above is off by 0.15 for the worst.
+
+The update begins when the backward pass has ended: before that nobody knows the norm of all
+gradients, which clips them, and whether it is finite. What it moves for each element of a matrix,
+in float32 with weights in bfloat16, is 30 bytes beside the products (kernels/triton/muon.py).
+
 Where several ranks share matrices, each is orthogonalised on one of them: parallel/owner_ranks.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -83,6 +91,7 @@ class Spread:
     forms: list[MatrixForm]  # of the parameters
     device: torch.device  # of the iterations; parameters and moments may be on the host
     exchange: Exchange | None = None
+    copies: list[Tensor] | None = None  # of the parameters in the network's format, if written here
 
 
 class Muon(OwnRule):
@@ -116,16 +125,14 @@ class Muon(OwnRule):
         if self.spread.exchange is not None:
             self._update_at_owners(self.spread.exchange, group)
             return
-        pairs = zip(self.spread.forms, group["params"], strict=True)
-        used = [(form, p) for form, p in pairs if p.grad is not None]
-        for some in chunks(used, lambda form, _: form, self.chunk):
-            form = some[0][0]
-            self._update([p for _, p in some], form, group)
+        forms = self.spread.forms
+        used = [(i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
+        for some in chunks(used, lambda i, _: forms[i], self.chunk):
+            self._update([i for i, _ in some], group)
 
-    def _update(
-        self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]
-    ) -> None:
-        ahead, norms = self._advance(matrices, group)
+    def _update(self, numbers: list[int], group: dict[str, Any]) -> None:
+        form = self.spread.forms[numbers[0]]
+        ahead, norms = self._advance([group["params"][i] for i in numbers], group)
         # The norms are those of whole matrices, where the parameters are. Sections, and matrices
         # that go to another device, get norms there.
         if form.sections or ahead.device != self.spread.device:
@@ -134,7 +141,7 @@ class Muon(OwnRule):
             x = normalised(ahead, norms)
             del ahead
             x = orthogonalise_either(x, group["ns_steps"])
-        self._subtract(matrices, x, form, group)
+        self._subtract(numbers, x, group)
 
     def _update_at_owners(self, exchange: Exchange, group: dict[str, Any]) -> None:
         parameters = group["params"]
@@ -159,11 +166,10 @@ class Muon(OwnRule):
             # Back from them, the updates of this rank's parts, which have shapes of their own.
             for parts in exchange.give_back(one_round, updates, update_like):
                 for some in chunks(parts, kind, self.chunk):
-                    first = some[0][0]
-                    matrices = [parameters[i] for i, _ in some]
+                    numbers = [i for i, _ in some]
                     x = torch.stack([update for _, update in some])
-                    x = x.view(-1, *parameters[first].shape)
-                    self._subtract(matrices, x, forms[first], group)
+                    x = x.view(-1, *parameters[numbers[0]].shape)
+                    self._subtract(numbers, x, group)
 
     def _look_ahead(
         self, numbers: list[int], group: dict[str, Any]
@@ -195,18 +201,20 @@ class Muon(OwnRule):
         skipped = scalar(self.found_inf, first)
         return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 
-    def _subtract(
-        self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
-    ) -> None:
+    def _subtract(self, numbers: list[int], x: Tensor, group: dict[str, Any]) -> None:
+        """Subtract the updates x [n, *shape] of the parameters of these numbers, of one form."""
+        weights = [group["params"][i].detach() for i in numbers]
+        first = weights[0]
+        copies = self.spread.copies
+        if copies is not None:
+            copies = [copies[i] for i in numbers]
         # The form's scale gives the update AdamW's size, so that one learning rate serves both.
-        first = matrices[0]
         lr = group["lr"]
         decay = scalar(1 - lr * group["weight_decay"], first)
-        rate = scalar(lr * form.scale, first)
-        weights = [p.detach() for p in matrices]
+        rate = scalar(lr * self.spread.forms[numbers[0]].scale, first)
         updates = x.to(first.device)
         skipped = scalar(self.found_inf, first)
-        passes.subtract(weights, updates, decay, rate, skipped, self.is_cautious)
+        passes.subtract(weights, updates, decay, rate, skipped, self.is_cautious, copies)
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -247,33 +255,33 @@ def normalised(x: Tensor, norms: Tensor) -> Tensor:
 
 def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
     """Return the update [n, *shape] of parameters of one form, for the scale of the form."""
-    out = []
-    for x in divide(ahead, form):
-        wide = None if x.dtype is torch.float64 else torch.float32
-        norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
-        x = orthogonalise_either(normalised(x, norms), steps)
-        # The form's scale is for a whole parameter; a section is smaller.
-        ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
-        out.append(x if ratio == 1 else x * ratio)
-    if not form.sections:
-        return out[0].view(ahead.shape)
-    # Back to the order of the rows: one group after the other, with the sections of each together.
-    by_group = []
-    for x, rows in zip(out, form.sections, strict=True):
-        by_group.append(x.view(len(ahead), -1, rows, x.shape[-1]))
-    return torch.cat(by_group, dim=2).view(ahead.shape)
-
-
-def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
-    """Return the matrices of parameters [n, *shape], as [count, rows, columns] for each section."""
     if not form.sections:
         # A gate's stack [n, 2, rows, columns] has 2 n matrices.
-        return [x.reshape(-1, *form.shape[-2:])]
-    # A section's rows of all groups are one matrix, unless each group's are.
+        matrices = ahead.reshape(-1, *form.shape[-2:])
+        return orthogonalise_any(matrices, steps).view(ahead.shape)
+    _, update_like = formats(ahead.dtype, ahead.device)
+    out = torch.empty_like(ahead, dtype=update_like.dtype)
+    for section, to in zip(sections(ahead, form), sections(out, form), strict=True):
+        # Its rows of all groups are one matrix, unless each group's are.
+        count = math.prod(section.shape[: 2 if form.by_group else 1])
+        x = orthogonalise_any(section.reshape(count, -1, section.shape[-1]), steps)
+        # The form's scale is for a whole parameter; a section is smaller.
+        ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
+        torch.mul(x.view(to.shape), ratio, out=to)
+    return out
+
+
+def sections(x: Tensor, form: MatrixForm) -> Sequence[Tensor]:
+    """Return views [n, groups, rows, columns] of the sections of parameters [n, *shape]."""
     groups = x.view(len(x), -1, sum(form.sections), x.shape[-1])
-    count = len(x) * groups.shape[1] if form.by_group else len(x)
-    sections = groups.split_with_sizes(form.sections, dim=2)
-    return [section.reshape(count, -1, x.shape[-1]) for section in sections]
+    return groups.split_with_sizes(form.sections, dim=2)
+
+
+def orthogonalise_any(x: Tensor, steps: int) -> Tensor:
+    """Return the matrices x [n, r, c], of any shape and norm, with singular values of about 1."""
+    wide = None if x.dtype is torch.float64 else torch.float32
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
+    return orthogonalise_either(normalised(x, norms), steps)
 
 
 def orthogonalise_either(x: Tensor, steps: int) -> Tensor:

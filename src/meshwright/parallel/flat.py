@@ -337,6 +337,7 @@ class FlatStore(Store):
         """Return views of this rank's part of a parameter and its state, as Muon updates them.
 
         A rank that shares none has them matrix by matrix; others may have nothing of a parameter.
+        Where AdamW's kernel writes its weights in the network's format, Muon's writes the copy too.
         """
         to, low, high = self.local_range(name)
         (key,) = rules.STATE["muon"]
@@ -345,8 +346,12 @@ class FlatStore(Store):
             owned = self._range_at(to)
             assert owned is not None
             moments = owned.state[key][to - owned.begin :]
+        buffers = [self.master[to:], self.host_share[to:], moments]
+        if self.flat is not None and self.master is not self.weights:
+            bucket = self.bucket_of[name]
+            buffers.append(self.weights[bucket.begin + bucket.spans[name][0] + low :])
         views: list[list[Tensor]] = []
-        for x in (self.master[to:], self.host_share[to:], moments):
+        for x in buffers:
             values = x.detach()[: high - low]
             if high - low < self.shapes[name].numel():
                 views.append([values])
@@ -356,10 +361,10 @@ class FlatStore(Store):
             views.append([whole] if is_shared else rules.matrices(whole))
         out = []
         place = self.place_of(name).after(low)
-        for values, grad, moment in zip(*views, strict=True):
+        for values, grad, moment, *copy in zip(*views, strict=True):
             matrix = nn.Parameter(values)
             matrix.grad = grad
-            out.append(Member(name, matrix, {key: moment}, place))
+            out.append(Member(name, matrix, {key: moment}, place, *copy))
             place = place.after(values.numel())
         return out
 
@@ -404,7 +409,7 @@ class FlatStore(Store):
             self._copy_all()
         else:
             for p in self.update_ranges:
-                if p.rule != "adamw":  # whose kernel has written them
+                if p.rule not in ("adamw", "muon"):  # whose kernels have written them
                     self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
         if self.is_sharded:
             self._gather_weights()

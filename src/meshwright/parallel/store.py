@@ -54,6 +54,7 @@ class Member(NamedTuple):
     values: nn.Parameter
     state: RuleState
     place: Place  # of its first element
+    copy: Tensor | None = None  # its weights in the network's format, if the update writes them
 
 
 Updated = dict[rules.ParamGroup, list[Member]]
@@ -191,7 +192,7 @@ class Store:
                 update.rounding = Rounding(
                     {member.values: member.place for member in updated}, self.counter
                 )
-            for _, p, state, _ in updated:
+            for _, p, state, *_ in updated:
                 update.state[p] = dict(state)
                 if param_group.rule == "adamw" and self.counter is None:
                     update.state[p]["step"] = torch.zeros(
@@ -206,6 +207,7 @@ class Store:
         layout = self.layout
         group = self.layout.group("matrices")
         names = [name for name, *_ in members]
+        copies = [member.copy for member in members if member.copy is not None] or None
         full = [self.sharding.full_shape(name, self.shapes[name]) for name in names]
         if group is None:  # matrix by matrix, also of a gate
             full = [tuple(p.shape) for _, p, *_ in members]
@@ -214,7 +216,7 @@ class Store:
             for name, shape in zip(names, full, strict=True)
         ]
         if group is None:
-            return Spread(forms, self.device)
+            return Spread(forms, self.device, copies=copies)
         at = layout.at("shard", "cp", "tp")
         data = layout.size("shard", "cp")
         sharers = Sharers(group, at, data, layout.tp, self.is_sharded, self.boxes_of)
@@ -223,7 +225,7 @@ class Store:
             for name, form in zip(names, forms, strict=True)
         ]
         owners = OwnerRanks(parameters, sharers, self.optimizer.muon_num_ns_steps)
-        return Spread(forms, self.device, owners)
+        return Spread(forms, self.device, owners, copies)
 
     def place_of(self, name: str) -> Place:
         """Return where this tensor rank's part of a parameter is in the full one."""
@@ -342,13 +344,13 @@ class Store:
         else:
             check = flat.clip_and_check(squares, loss, scalars)
         self.take_gradients()
+        self.wait_for_weights()  # which kernels of the update write
         for (_, rate, decay), update in self.updates.items():
             update.param_groups[0].update(
                 lr=scalars.lr * rate, weight_decay=scalars.weight_decay * decay
             )
             self._update(update, check, scalars.scale)
         if flat is not None:
-            self.wait_for_weights()
             flat.update(check)
         if self.scales is not None:  # the new weights are then cast with new scales
             self.scales.update()

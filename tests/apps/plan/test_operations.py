@@ -92,11 +92,11 @@ def test_launches_move_what_their_arguments_hold():
     added = launch_of(embedding._embedding_add_rows, [sums, rows, ids, order, ends, 16])
     assert added.bytes == 2 * 4 * 8 * 16 + 2 * 8 * 16 + 3 * 8 * 8  # eight rows of the table
     table = new(3, dtype=torch.int64)
-    numbers = [new(3, 5), *(new(1, dtype=torch.float32) for _ in range(3)), 5]
-    assert (
-        launch_of(muon._muon_subtract, [table, *numbers]).bytes
-        == 3 * 8 + 2 * 3 * 5 * 4 + 2 * 3 * 5 + 3 * 4
-    )
+    numbers = [new(3, 5), *(new(1, dtype=torch.float32) for _ in range(3))]
+    subtracted = launch_of(muon._muon_subtract, [table, *numbers, None, 5]).bytes
+    assert subtracted == 3 * 8 + 2 * 3 * 5 * 4 + 2 * 3 * 5 + 3 * 4
+    copied = launch_of(muon._muon_subtract, [table, *numbers, table, 5]).bytes
+    assert copied == subtracted + 3 * 8 + 2 * 3 * 5
 
 
 @pytest.mark.parametrize(

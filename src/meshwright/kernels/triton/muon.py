@@ -8,8 +8,8 @@ _muon_advance    in: gradient, moment; out: moment, look-ahead in bfloat16, squa
                  bytes moved per element: 4 + 4 read, 4 + 2 written
 _muon_normalise  in: look-ahead, norms; out: their quotient in float16
                  bytes moved per element: 2 read, 2 written
-_muon_subtract   in: weight, update (bfloat16 or float16); out: weight
-                 bytes moved per element: 4 + 2 read, 4 written
+_muon_subtract   in: weight, update (bfloat16 or float16); out: weight, its copy in 16 bits
+                 bytes moved per element: 4 + 2 read, 4 + 2 written
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from meshwright.kernels.triton import moments as formats
 
 BLOCK = 4096
 WARPS = 8
-FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.int8: tl.int8}
+FORMATS = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+}
 MOST_TABLES = 4096
 
 
@@ -99,8 +104,10 @@ def _muon_subtract(
     decay,
     rate,
     skipped,
+    copies,
     size,
     CAUTIOUS: tl.constexpr,
+    FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -118,6 +125,9 @@ def _muon_subtract(
     new = old * kept - update * tl.load(rate)
     if tl.load(skipped) == 0.0:
         tl.store(weight + at, new, mask=inside)
+        if copies is not None:
+            copy = tl.multiple_of(tl.load(copies + n).to(tl.pointer_type(FORMAT)), ALIGNED)
+            tl.store(copy + at, new.to(FORMAT), mask=inside)
 
 
 def advance(
@@ -185,8 +195,11 @@ def subtract(
     rate: Tensor,
     skipped: Tensor,
     is_cautious: bool = False,
+    copies: list[Tensor] | None = None,
 ) -> None:
-    """Set each weight to decay * weight - rate * its update."""
+    """Set each weight, and its copy in another format, to decay * weight - rate * its update."""
+    copies = copies or []
+    dtype = copies[0].dtype if copies else torch.float32
     size = weights[0].numel()
     assert updates.is_contiguous() and updates[0].numel() == size
     with torch.accelerator.device_index(weights[0].device.index):
@@ -196,9 +209,11 @@ def subtract(
             decay,
             rate,
             skipped,
+            addresses(copies, dtype) if copies else None,
             size,
             is_cautious,
-            alignment(*weights),
+            FORMATS[dtype],
+            alignment(*weights, *copies),
             BLOCK,
             num_warps=WARPS,
         )

@@ -60,7 +60,9 @@ OVERWRITES = {
     "_foreach_zero_",
 }
 SORT_PASSES = 8  # over keys and values, by a radix sort of 32 bits
-ADDRESSED_BYTES = 4  # of an element at an address in a table
+# Of an element at an address in a table: those of weights' copies, and all others.
+COPY_BYTES = 2
+ADDRESSED_BYTES = 4
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -257,7 +259,8 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
         # A table of addresses: the memory at each of them is touched.
         pointed = f"*{parameter}"
         if times := (pointed in reads) + (pointed in writes):
-            moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES
+            size = COPY_BYTES if parameter == "copies" else ADDRESSED_BYTES
+            moved += times * value.numel() * given.get("size", 0) * size
     return TracedOperation("pass", name, "triton", bytes=moved, dtype="fp8" if rounds else "")
 
 
