@@ -453,7 +453,6 @@ class FlatStore(Store):
                 bucket.gathering = None
 
     def forget_collectives(self) -> None:
-        """Drop collectives that a failed capture of a CUDA graph recorded: they never ran."""
         for bucket in self.buckets.values():
             bucket.gathering = None
             bucket.sums.clear()

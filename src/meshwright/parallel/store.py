@@ -266,6 +266,13 @@ class Store:
     def begin_backward(self, is_last: bool) -> None:
         """Prepare for a backward pass; `is_last`: the step's last one through its layers."""
 
+    def clear_gradients(self) -> None:
+        """Prepare for a step, whose first gradients overwrite those of the last one."""
+        raise NotImplementedError
+
+    def forget_collectives(self) -> None:
+        """Drop collectives that a failed capture of a CUDA graph recorded: they never ran."""
+
     def wait_for_weights(self) -> None:
         """Wait until no collective uses the weights."""
 

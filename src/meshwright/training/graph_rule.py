@@ -33,7 +33,10 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
             p.pipeline_model_parallel_size > 1
             and config.micro_batches(config.global_batch) * config.chunks > MOST_PASSES
         ),
-        f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
+        "ZeRO 2 starts sums when memory is short": sharded and p.zero_stage == 2,
+        "weights are gathered by the stages of a pipeline": (
+            sharded and p.zero_stage == 3 and p.pipeline_model_parallel_size > 1
+        ),
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
         "SGD takes the learning rate from the host": o.optimizer == "sgd" and not is_rounded(o),

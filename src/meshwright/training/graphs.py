@@ -40,7 +40,7 @@ from meshwright.parallel.agree import on_all
 from meshwright.training.micro_step import DIVISOR, NUMBERS, Network, Position, micro_step
 
 if TYPE_CHECKING:
-    from meshwright.parallel.flat import FlatStore
+    from meshwright.parallel.store import Store
 
 WARM_UP = 2  # steps of each kind that run as usual
 TENSORS = ("tokens", "labels", "sample_ids", "loss_mask", "position_ids", "doc_ids")
@@ -82,9 +82,10 @@ class Graphs:
     """The captured pieces of a run's steps."""
 
     most_pieces = 3  # steps of more micro-batches replay the middle one several times
+    run_piece = staticmethod(micro_step)
 
     def __init__(
-        self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int
+        self, backend: Backend, parts: list[Any], store: Store, needs_room: bool, totals: int
     ) -> None:
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
         # An Update (micro_step.py): every step overwrites it.
@@ -163,8 +164,8 @@ class Graphs:
         replays = []
         for i in sorted({0, min(1, end), end}):
             position = Position(is_first=i == 0, is_last=i == end)
-            piece = functools.partial(micro_step, net, seed, batch, numbers, self.totals, position)
-            replays.append(self.backend.capture(piece))
+            arguments = net, seed, batch, numbers, self.totals, position
+            replays.append(self.backend.capture(functools.partial(self.run_piece, *arguments)))
         return Captured(batch, numbers, replays)
 
 

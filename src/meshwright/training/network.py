@@ -30,6 +30,7 @@ from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
 from meshwright.training.micro_step import Loss, Network, make_loss
+from meshwright.training.sharded_graphs import ShardedGraphs
 from meshwright.training.stage_graphs import StageGraphs
 
 if TYPE_CHECKING:
@@ -129,9 +130,8 @@ def build_network(
     loss, terms = make_loss(spec.vocab, layout, spec.loss, config.training.z_loss_coef)
     graphs = None
     if without is None:
-        assert isinstance(store, FlatStore)
         needs_room = config.training.cuda_graphs == "auto"
-        kind = StageGraphs if layout.pp > 1 else graph.Graphs
+        kind = StageGraphs if layout.pp > 1 else ShardedGraphs if is_sharded else graph.Graphs
         graphs = kind(CudaGraphs(device), parts, store, needs_room, 2 + len(terms))
     return Network(
         parts=parts,
