@@ -37,6 +37,25 @@ MODELS = {
     "1p": {"apply_layernorm_1p": True, "add_qkv_bias": True},
     "post-norm": {"apply_residual_connection_post_layernorm": True, "squared_relu": True},
     "one-query-group": {"num_query_groups": 1},
+    "qk-norm": {**LLAMA, "qk_layernorm": True},
+    "qk-norm-learned": {"qk_layernorm": True, "apply_layernorm_1p": True, "hidden_dropout": 0.0},
+    "qk-norm-partial": {
+        **LLAMA,
+        "qk_layernorm": True,
+        "normalization": "LayerNorm",
+        "add_qkv_bias": True,
+        "rotary_percent": 0.5,
+        "kv_channels": 12,
+        "window_size": "5,0",
+    },
+    "parallel": {"use_parallel_residual": True},
+    "neox": {
+        "use_parallel_residual": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "hidden_dropout": 0.0,
+        "qk_layernorm": True,
+    },
 }
 
 
@@ -115,4 +134,8 @@ def test_choice():
     for change in ({"fused_kernels": "off"}, {"compile": "on"}):
         how = options(dataclasses.replace(t, **change), TINY, p, gpu)
         assert how.compiled and not how.fused
-    assert options(t, dataclasses.replace(TINY, qk_layernorm=True), p, gpu).compiled
+    # Today's networks run on fused kernels.
+    modern = dataclasses.replace(
+        TINY, **LLAMA, qk_layernorm=True, squared_relu=True, use_parallel_residual=True
+    )
+    assert options(t, modern, p, gpu).fused

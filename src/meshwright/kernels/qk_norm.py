@@ -2,11 +2,11 @@
 
     q = rotate(norm(q))        k = rotate(norm(k))        v as it is
 
-Hand-written because apart, these are two passes over queries and keys more in each direction, and
-one to copy them. Here a head is read, normalised, rotated and written at once, and backward does the
-way back and packs the three gradients in one pass. Nothing is kept for it: the product's output,
-which the values are views of, tells the statistics again. Between the norm and the rotation numbers
-stay in float32, where the plain network rounds them to the weights' format.
+Hand-written because apart, these are two more passes over queries and keys in each direction, and
+one to copy them. Here a head is read, normalised, rotated and written at once; backward goes back
+through all of it and packs the three gradients in one pass. It keeps nothing of its own: it reads
+the product's output, of which the values are views, and computes the statistics again. Between norm
+and rotation numbers stay in float32, where the plain network rounds them to the weights' format.
 """
 
 from __future__ import annotations

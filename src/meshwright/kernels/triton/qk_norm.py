@@ -19,7 +19,14 @@ from meshwright.kernels.fp8 import Into, fp8_arguments
 from meshwright.kernels.heads import HeadSizes, Rotation
 from meshwright.kernels.qk_norm import HeadNorms, PackedGradients
 from meshwright.kernels.triton.fp8 import raise_amax, store_rounded
-from meshwright.kernels.triton.heads import TILE, SlotTile, _move_slot, angles_of, parts_of, shape_of
+from meshwright.kernels.triton.heads import (
+    TILE,
+    SlotTile,
+    _move_slot,
+    angles_of,
+    parts_of,
+    shape_of,
+)
 
 # Backward keeps a head, its gradient and up to three sums of each in registers: at 128 numbers
 # with rotation and RMSNorm a thread takes 120, at 256 twice as many threads as much (sm_90).
