@@ -54,10 +54,10 @@ def split_and_norm_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do heads.split_heads with normalised queries and keys."""
     cos, sin = rotation if rotation is not None else (None, None)
-    return _Split.apply(qkv, bias, cos, sin, sizes, norms, *norms.vectors)  # type: ignore[no-any-return,no-untyped-call]
+    return _NormAndSplit.apply(qkv, bias, cos, sin, sizes, norms, *norms.vectors)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Split(torch.autograd.Function):
+class _NormAndSplit(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
