@@ -38,6 +38,7 @@ from meshwright.kernels import (
     heads,
     muon,
     norm,
+    qk_norm,
 )  # noqa: E402
 from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
@@ -48,6 +49,7 @@ from meshwright.kernels.triton import gradients as gradients_triton  # noqa: E40
 from meshwright.kernels.triton import heads as heads_triton  # noqa: E402
 from meshwright.kernels.triton import muon as muon_triton  # noqa: E402
 from meshwright.kernels.triton import norm as norm_triton  # noqa: E402
+from meshwright.kernels.triton import qk_norm as qk_norm_triton  # noqa: E402
 from meshwright.kernels.triton import softcap as softcap_triton  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -273,6 +275,11 @@ def heads_cases() -> Iterator[Case]:
     for b, t in shapes((8, 2048)):
         yield heads_forward(b, t, grouped)
         yield heads_backward(b, t, grouped, rotated=True)
+    for b, t in shapes((32, 1024), (1, 1024)):
+        yield from normed_heads(b, t, gpt)
+    for b, t in shapes((8, 2048)):
+        yield from normed_heads(b, t, heads.HeadSizes(16, 1, 128))
+        yield from normed_heads(b, t, grouped)
 
 
 def angles(t: int, sizes: heads.HeadSizes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,15 +325,67 @@ def heads_backward(b: int, t: int, sizes: heads.HeadSizes, rotated: bool) -> Cas
     )
 
 
-def heads_tiles() -> Iterator[str]:
-    known = heads_triton.TILE
+def normed_heads(b: int, t: int, sizes: heads.HeadSizes) -> Iterator[Case]:
+    """RMSNorm of queries and keys with RoPE; the product before adds no bias."""
+    groups, per_group, dim = sizes
+    slots = groups * (per_group + 1)  # of queries and keys
+
+    def norms(dtype: torch.dtype = torch.bfloat16) -> qk_norm.HeadNorms:
+        torch.manual_seed(0)
+        weights = (norm.NormWeights(draw(dim, mean=1.0), None, 1e-5, 0.0, False) for _ in range(2))
+        return qk_norm.HeadNorms(*(w._replace(weight=w.weight.to(dtype)) for w in weights))
+
+    def product() -> torch.Tensor:
+        return draw(b, t, groups * (per_group + 2) * dim)
+
+    def gradients_of_heads() -> tuple[torch.Tensor, ...]:
+        counts = groups * per_group, groups, groups
+        return tuple(draw(b, n, t, dim).transpose(1, 2) for n in counts)
+
+    def summed(out: Any) -> Outputs:
+        return out.of_qkv, out.of_q.sum(1), out.of_k.sum(1)
+
+    shape = heads_shape(b, t, sizes)
+    yield Case(
+        "heads forward, QK-norm, RoPE",
+        shape,
+        lambda: (product(), angles(t, sizes), norms()),
+        lambda qkv, rotation, ours: qk_norm_triton.norm_qk(qkv, sizes, rotation, ours),
+        lambda qkv, rotation, _: qk_norm.norm_qk(
+            qkv.double(), sizes, rotation, norms(torch.float64)
+        ),
+        b * t * slots * dim * 2 * 2,
+        variants=lambda: heads_tiles(qk_norm_triton, "TILE"),
+        plain=lambda qkv, rotation, ours: qk_norm.norm_qk.plain(qkv, sizes, rotation, ours),  # type: ignore[attr-defined]
+    )
+    yield Case(
+        "heads backward, QK-norm, RoPE",
+        shape,
+        lambda: (gradients_of_heads(), product(), angles(t, sizes), norms()),
+        lambda grads, qkv, rotation, ours: qk_norm_triton.pack(
+            grads, qkv, sizes, rotation, ours, False
+        ),
+        lambda grads, qkv, rotation, _: qk_norm.pack(
+            doubled(grads), qkv.double(), sizes, rotation, norms(torch.float64), False
+        ),
+        b * t * (2 * groups * (per_group + 2) + slots) * dim * 2,
+        compared=summed,
+        variants=lambda: heads_tiles(qk_norm_triton, "PACK_TILE"),
+        plain=lambda grads, qkv, rotation, ours: qk_norm.pack.plain(  # type: ignore[attr-defined]
+            grads, qkv, sizes, rotation, ours, False
+        ),
+    )
+
+
+def heads_tiles(module: Any = heads_triton, name: str = "TILE") -> Iterator[str]:
+    known = getattr(module, name)
     tried = [known._replace(stages=n) for n in (1, 3, 4)] + [
         known._replace(samples=n) for n in (1, 4, 32)
     ]
     tried += [
         known._replace(step=n, warps=w) for n, w in ((16, 2), (16, 4), (32, 2), (64, 4), (64, 8))
     ]
-    return vary(vars(heads_triton), ["TILE"], ([tile] for tile in tried))
+    return vary(vars(module), [name], ([tile] for tile in tried))
 
 
 def muon_cases() -> Iterator[Case]:

@@ -53,6 +53,7 @@ THINNED = {
 # Kernels that a GPU runs in no time, and Triton's interpreter does not: thinned without a GPU.
 INTERPRETED = {
     "test_heads.py::test_kernels": 3,
+    "test_qk_norm.py::test_kernels": 3,
     "test_fp8_fused.py::test_gradient_of_an_activation": 3,
     "test_fp8_fused.py::test_gradient_of_heads": 7,
     "test_norm.py::test_triton": 7,

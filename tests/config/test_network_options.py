@@ -8,6 +8,8 @@ import re
 import pytest
 
 from meshwright.checkpoint.exports import obstacles
+from meshwright.config import check_model
+from meshwright.config.check_model import kernel_problems
 from meshwright.config.checks import torch_format_problems
 from meshwright.config.fast_paths import CAPTURED_DECODER, FUSED_BLOCK, INDIFFERENT, unknown_to
 from meshwright.config.fields import spelling
@@ -17,6 +19,7 @@ from meshwright.config.schema import (
     Checkpoint,
     Model,
     TrainConfig,
+    Training,
     options_of,
 )
 from network_values import VALUES
@@ -74,7 +77,7 @@ def test_a_detail_of_an_option_and_of_another_norm_is_none_by_itself() -> None:
 
 # What the paths do not compute; they must step aside for it.
 DECLINED = {
-    "fused": (FUSED_BLOCK, {"qk_layernorm", "use_parallel_residual"}),
+    "fused": (FUSED_BLOCK, set()),
     "captured": (
         CAPTURED_DECODER,
         {"qk_layernorm", "embed_layernorm", "apply_residual_connection_post_layernorm"},
@@ -100,6 +103,20 @@ def test_a_path_declines_an_option_that_it_does_not_name() -> None:
     m = dataclasses.replace(PLAIN_GPT, final_logit_softcapping=2.0)
     assert unknown_to(FUSED_BLOCK - {"final_logit_softcapping"}, m) == ["final_logit_softcapping"]
     assert unknown_to(FUSED_BLOCK, m) == []
+
+
+def test_fused_kernels_that_are_asked_for_refuse_what_they_do_not_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Training(fused_kernels="on")
+    for name in ("final_logit_softcapping", "qk_layernorm"):
+        m = with_option(name)
+        assert not kernel_problems(asked, m)
+        with monkeypatch.context() as patched:
+            patched.setattr(check_model, "FUSED_BLOCK", FUSED_BLOCK - {name})
+            (problem,) = kernel_problems(asked, m)
+        assert problem.about == ("fused_kernels", name)
+        assert f"they have no {{{name}" in problem.text
 
 
 # Fields whose values other tables of the fuzz draw: how a run trains or pads, not what is computed.

@@ -36,6 +36,7 @@ from meshwright.kernels import (
     moments,
     muon,
     norm,
+    qk_norm,
     symmetric,
 )
 from meshwright.kernels.cross_entropy import cross_entropy, losses_and_normalisers
@@ -131,6 +132,23 @@ def splits() -> None:
         backward(
             *heads.split_heads(take(2, 8, 1536), heads.HeadSizes(4, 4, 64), rotation, take(1536))
         )
+
+
+def normed_splits() -> None:
+    one = torch.ones(())
+    for width, rotating in ((64, 64), (96, 48), (128, 128), (128, 0), (256, 256)):
+        sizes = heads.HeadSizes(4, 2, width)
+        angles = tuple(torch.zeros(1, 8, 1, rotating // 2) for _ in range(2))
+        rotation = angles if rotating else None
+        columns = 4 * (2 + 2) * width
+        for shift, bias in ((None, None), (take(width), take(columns))):
+            weights = norm.NormWeights(take(width), shift, 1e-5, 0.0, shift is not None)
+            pair = qk_norm.HeadNorms(weights, weights)
+            qkv = take(2, 8, columns)
+            backward(*qk_norm.split_and_norm_heads(qkv, sizes, rotation, bias, pair))
+            grads = [take(2, 8, count, width).detach() for count in (8, 4, 4)]
+            into = fp8.Into(torch.empty(16, columns, dtype=torch.float8_e5m2), one, one)
+            qk_norm.pack(grads, qkv.detach(), sizes, rotation, pair, bias is not None, into)
 
 
 def symmetric_products() -> None:
@@ -273,6 +291,7 @@ CALLS = {
         dropouts,
         activations,
         splits,
+        normed_splits,
         muons,
         symmetric_products,
         updates,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import activation, dropout, fp8, heads, norm, references
+from meshwright.kernels import activation, dropout, fp8, heads, norm, qk_norm, references
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into
 from meshwright.kernels.norm import NormWeights, Operands
 
@@ -132,6 +132,25 @@ def test_gradient_of_heads(rotating, amax, dtype):
     rotation = (angles.cos(), angles.sin()) if rotating else None
     grads = draw(b, 4, t, 16).transpose(1, 2), draw(b, t, 2, 16), draw(b, t, 2, 16) * 9
     same(lambda into: heads.pack(grads, sizes, rotation, True, into), (b * t, 128), dtype, amax)
+
+
+@AMAX
+@pytest.mark.parametrize("dtype", [E5M2])
+@pytest.mark.parametrize(("rotating", "centers"), [(0, True), (8, False), (16, True)])
+def test_gradient_of_normed_heads(rotating, centers, amax, dtype):
+    sizes, b, t = heads.HeadSizes(2, 2, 16), 2, 5
+    angles = torch.randn(1, t, 1, rotating // 2, device=DEVICE)
+    rotation = (angles.cos(), angles.sin()) if rotating else None
+    weights = NormWeights(draw(16), draw(16) if centers else None, 1e-5, 1.0, centers)
+    qkv = draw(b, t, 128)
+    grads = draw(b, 4, t, 16).transpose(1, 2), draw(b, t, 2, 16), draw(b, t, 2, 16) * 9
+
+    def make(into):
+        return qk_norm.pack(
+            grads, qkv, sizes, rotation, qk_norm.HeadNorms(weights, weights), True, into
+        )
+
+    same(make, (b * t, 128), dtype, amax)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -28,6 +28,10 @@ MODELS = {
     "no-dropout": {"hidden_dropout": 0.0, "apply_layernorm_1p": True},
     "llama": {**LLAMA, "num_query_groups": 2},
     "half-rotated": {**LLAMA, "rotary_percent": 0.5, "add_qkv_bias": True, "hidden_dropout": 0.0},
+    "qk-norm": {**LLAMA, "num_query_groups": 2, "qk_layernorm": True},
+    "qk-norm-biased": {"qk_layernorm": True, "apply_layernorm_1p": True},
+    "parallel": {"use_parallel_residual": True, "squared_relu": True},
+    "neox": {**LLAMA, "use_parallel_residual": True, "qk_layernorm": True, "hidden_dropout": 0.0},
 }
 HYBRID = Precision(bf16=True, fp8_format="hybrid")
 
@@ -82,6 +86,8 @@ def steps(m, is_fused, with_main_grads, options):
         *((name, False, Options()) for name in MODELS),
         ("gpt2", True, Options(fp32_residual=True)),
         ("llama", True, Options(recompute="full")),
+        ("qk-norm-biased", True, Options(recompute="full")),
+        ("parallel", True, Options(fp32_residual=True)),
     ],
 )
 def test_equals_the_separate_functions(name, with_main_grads, options):
@@ -129,7 +135,7 @@ def test_what_is_added_does_not_stay_in_memory():
     )
     for join in (
         lambda x, y: block.enter(x, y, None, Shared(Positions())),
-        lambda x, y: block.transform(x, y, None),
+        lambda x, y: block.transform(x, y, None, None),
     ):
         residual, pending = leaf.neg(), leaf.neg()
         out, gone = join(residual, pending), [weakref.ref(residual), weakref.ref(pending)]

@@ -128,10 +128,7 @@ def kernel_problems(t: Training, m: Model) -> list[Problem]:
         text = "{fused_kernels=on} and {compile=on} are two ways to run the layers; give one"
         out.append(Problem(("fused_kernels", "compile"), text))
     for name in unknown_to(FUSED_BLOCK, m) if t.fused_kernels == "on" else ():
-        lack = f"have no {option_words(m, name)}"
-        if name == "qk_layernorm":
-            lack = f"do not norm queries and keys ({option_words(m, name)})"
-        text = f"{{fused_kernels=on}}: they {lack}; leave it at auto"
+        text = f"{{fused_kernels=on}}: they have no {option_words(m, name)}; leave it at auto"
         out.append(Problem(("fused_kernels", name), text))
     if m.use_parallel_residual and m.apply_residual_connection_post_layernorm:
         both = ("use_parallel_residual", "apply_residual_connection_post_layernorm")

@@ -68,7 +68,12 @@ _BOTH = frozenset(
     }
 )
 # The block of fused kernels (model/fused.py).
-FUSED_BLOCK = _BOTH | {"embed_layernorm", "apply_residual_connection_post_layernorm"}
+FUSED_BLOCK = _BOTH | {
+    "qk_layernorm",
+    "embed_layernorm",
+    "apply_residual_connection_post_layernorm",
+    "use_parallel_residual",
+}
 # The step of the decoder that is captured in CUDA graphs (model/decode.py).
 CAPTURED_DECODER = _BOTH | {"use_parallel_residual"}
 

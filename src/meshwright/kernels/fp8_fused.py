@@ -1,6 +1,7 @@
 """A block's norms, activation and split into heads, each together with the fp8 products beside it.
 
-    norm_heads      x = residual + dropout(pending + bias); q, k, v = heads of qkv(norm(x))
+    norm_heads      x = residual + dropout(pending + bias); q, k, v = heads of qkv(norm(x)),
+                    whose queries and keys may have norms of their own
     norm_mlp        x likewise; proj(activation(fc(norm(x))))
 
 What a product multiplies is written only in fp8, by the kernel that computes it, and transposed by
@@ -11,15 +12,17 @@ those of the separate functions, bit for bit: numbers are rounded to bfloat16 be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels import activation, gradients, heads, norm
+from meshwright.kernels import activation, gradients, heads, norm, qk_norm
 from meshwright.kernels.fp8 import Cast, Fp8Product, Into
 from meshwright.kernels.heads import HeadSizes, Rotation
 from meshwright.kernels.norm import NormWeights, Operands, SavedRows
+from meshwright.kernels.qk_norm import HeadNorms, PackedGradients
 
 Grads = tuple[Tensor | None, ...]
 
@@ -43,11 +46,14 @@ def norm_heads(
     qkv: Fp8Linear,
     sizes: HeadSizes,
     rotation: Rotation | None,
+    norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, q, k and v; `sizes` and `rotation` are those of heads.split_heads."""
+    """Return x, q, k and v; `sizes`, `rotation` and `norms` are those of qk_norm.py."""
     front = front_of(operands, weights, qkv)
     tensors = (*operands[:3], *weights[:2], *qkv[1:])
-    return _NormHeads.apply(front, sizes, rotation, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    vectors = () if norms is None else norms.vectors
+    is_training = torch.is_grad_enabled()
+    return _NormHeads.apply(front, sizes, rotation, norms, is_training, *tensors, *vectors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def norm_mlp(
@@ -107,15 +113,20 @@ class _Front(NamedTuple):
         return x, out, [x, *of_rows, operands.rows, weight, y.transposed]
 
     def backward(
-        self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None
+        self,
+        ctx: Any,
+        tensors: Sequence[Any],
+        needed: Sequence[bool],
+        dx: Tensor,
+        q: Cast,
+        partials: Tensor | None,
     ) -> Grads:
         """Return its tensors' gradients from those of x and its output, q with partial sums."""
         x, *saved, transposed = tensors
         added, weight, shift, parameter, bias = ctx.parameters[:5]
         dy, of_parameter = self.product.differentiate(q, transposed, parameter, weight.dtype)
         of_bias = None if partials is None else gradients.from_columns(bias, partials)
-        # The arguments: four that are no tensors, residual and pending, then these.
-        needs_added, needs_weight, needs_shift = ctx.needs_input_grad[6:9]
+        needs_added, needs_weight, needs_shift = needed[2:5]
         vectors = [
             weight if needs_weight else None,
             shift if needs_shift else None,
@@ -135,31 +146,45 @@ class _NormHeads(torch.autograd.Function):
         front: _Front,
         sizes: HeadSizes,
         rotation: Rotation | None,
+        norms: HeadNorms | None,
         is_training: bool,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         x, qkv, saved = front.forward(ctx, tensors, is_training)
-        ctx.save_for_backward(*saved)
+        qkv = qkv.view(*x.shape[:-1], -1)
         ctx.front = front
-        ctx.sizes = sizes
-        ctx.rotation = rotation
-        return x, *heads.split_and_rotate(qkv.view(*x.shape[:-1], -1), sizes, rotation)
+        ctx.split = sizes, rotation, norms
+        if norms is None:
+            ctx.save_for_backward(*saved)
+            return x, *heads.split_and_rotate(qkv, sizes, rotation)
+        ctx.save_for_backward(*saved, qkv)
+        return x, *qk_norm.norm_and_split(qkv, sizes, rotation, norms)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
         # The gradient of qkv is packed from three, in fp8, for the product's backward pass.
         product = ctx.front.product
-        sizes = ctx.sizes
-        saved = ctx.saved_tensors  # read only once: each reading unpacks them
-        is_summed = ctx.needs_input_grad[-1]
+        sizes, rotation, norms = ctx.split
+        saved = list(ctx.saved_tensors)  # read only once: each reading unpacks them
+        # The arguments: five that are no tensors, seven of the front, those of the norms.
+        needed = ctx.needs_input_grad[5:12]
+
+        def make(into: Into | None) -> tuple[Tensor, PackedGradients | Tensor | None]:
+            if norms is None:
+                return heads.pack(grads, sizes, rotation, needed[-1], into)
+            packed = qk_norm.pack(grads, saved[-1], sizes, rotation, norms, needed[-1], into)
+            return packed.of_qkv, packed
+
         columns = sizes.groups * (sizes.per_group + 2) * sizes.head_dim
-
-        def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
-            return heads.pack(grads, sizes, ctx.rotation, is_summed, into)
-
         shape = dx.numel() // dx.shape[-1], columns
         q, partials = product.scales.write(product.first + 2, shape, make, True)
-        return None, None, None, None, *ctx.front.backward(ctx, saved, dx, q, partials)
+        of_norms: list[Tensor | None] = []
+        if isinstance(partials, PackedGradients):
+            of_norms = qk_norm.give_gradients(partials, norms, ctx.needs_input_grad[12:])
+            partials = partials.sums
+            del saved[-1]  # the product's output, which only the norms need
+        of_front = ctx.front.backward(ctx, saved, needed, dx, q, partials)
+        return None, None, None, None, None, *of_front, *of_norms
 
 
 class _NormMLP(torch.autograd.Function):
@@ -195,11 +220,12 @@ class _NormMLP(torch.autograd.Function):
         of_bias = gradients.from_rows(bias, grad)
         da, of_weight = proj.differentiate(q, transposed, weight, grad.dtype)
         # The activation, whose input is the first product's output.
-        is_summed = ctx.needs_input_grad[-3]
+        # The arguments: four that are no tensors, seven of the front, the second product's.
+        needed = ctx.needs_input_grad[4:11]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
-            return activation.backward(ctx.kind, u, da, is_summed, into)
+            return activation.backward(ctx.kind, u, da, needed[-1], into)
 
         q, partials = product.scales.write(product.first + 2, u.shape, make, True)
-        of_front = ctx.front.backward(ctx, saved, dx, q, partials)
+        of_front = ctx.front.backward(ctx, saved, needed, dx, q, partials)
         return None, None, None, None, *of_front, of_weight, of_bias

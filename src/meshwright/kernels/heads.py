@@ -55,19 +55,19 @@ class _Split(torch.autograd.Function):
         ctx.parameter = bias
         ctx.sizes = sizes
         # Detached: autograd would watch views of an input for writes in place, and nobody writes.
-        return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
+        return split_and_rotate(qkv.detach(), sizes, rotation_of(cos, sin))
 
     @staticmethod
     def backward(
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        rotation = _rotation(*ctx.saved_tensors)
+        rotation = rotation_of(*ctx.saved_tensors)
         grad, partials = pack((dq, dk, dv), ctx.sizes, rotation, ctx.needs_input_grad[1])
         of_bias = None if partials is None else gradients.from_columns(ctx.parameter, partials)
         return grad, of_bias, None, None, None
 
 
-def _rotation(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
+def rotation_of(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
     return None if cos is None or sin is None else (cos, sin)
 
 
@@ -104,9 +104,7 @@ def pack(
         back = cos, -sin
         dq = rotate(dq, back)
         dk = rotate(dk, back)
-    # In the order of the columns: a group's queries, its key, its value.
-    queries = dq.reshape(*dk.shape[:3], sizes.per_group, -1)
-    wide = torch.cat((queries, dk.unsqueeze(3), dv.unsqueeze(3)), dim=3).flatten(2)
+    wide = join_columns(dq, dk, dv, sizes.per_group)
     grad = wide.to(grads[0].dtype)
     sums = wide.sum((0, 1))[None] if summed else None
     return grad if into is None else into.fill(grad), sums
@@ -122,6 +120,12 @@ def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, T
         k.reshape(b, t, -1, head_dim),
         v.reshape(b, t, -1, head_dim),
     )
+
+
+def join_columns(q: Tensor, k: Tensor, v: Tensor, per_group: int) -> Tensor:
+    """Return the columns that `split` splits: a group's queries, its key, its value."""
+    queries = q.reshape(*k.shape[:3], per_group, -1)
+    return torch.cat((queries, k.unsqueeze(3), v.unsqueeze(3)), dim=3).flatten(2)
 
 
 class _Rotate(torch.autograd.Function):

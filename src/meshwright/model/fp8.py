@@ -85,15 +85,20 @@ def enter(
         fp8_linear(qkv),
         block.sizes(len(qkv.weight)),
         shared.rotation,
+        block.head_norms(),
     )
 
 
 def transform(
-    block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None
+    block: FusedBlock,
+    residual: Tensor | None,
+    pending: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Replace FusedBlock.transform."""
     mlp = block.mlp
-    operands = Operands(base, branch, block.attn.proj.bias, rows, block.p)
+    operands = Operands(residual, pending, bias, rows, block.p)
     return norm_mlp(
         operands, weights_of(block.ln_2), mlp.activation, fp8_linear(mlp.fc), fp8_linear(mlp.proj)
     )

@@ -3,8 +3,8 @@
 The parameters and, up to rounding, the numbers are those of `Block`, its reference. cuBLAS computes
 the products and torch's kernels the attention. Between them one kernel in each direction does what
 would take several passes over memory: the addition to the residual stream with the norm after it,
-the split into heads with their rotation, and the activation. The gradients of biases come out of
-the same passes, so the products take their biases detached.
+the split into heads with their norms and their rotation, and the activation. The gradients of
+biases come out of the same passes, so the products take their biases detached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from meshwright.kernels.activation import activate
 from meshwright.kernels.heads import HeadSizes, split_heads
 from meshwright.kernels.norm import NormWeights, add_norm
-from meshwright.model.gpt import Block
+from meshwright.kernels.qk_norm import HeadNorms, split_and_norm_heads
+from meshwright.model.gpt import Block, join
 from meshwright.model.layers import Norm
 from meshwright.model.positions import Shared
 
@@ -28,15 +29,19 @@ class FusedBlock(Block):
         before: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        # A parallel residual is not fused (config/fast_paths.py), so ln_2 reads the stream behind
-        # attention.
         base, q, k, v = self.enter(residual, pending, before, shared)
         if shared.where.cached is not None:
             k, v = shared.where.cached.append(self.attn.layer, k, v)
-        o = self.attn.attend(q, k, v, shared)
-        # The bias of this product is added by the kernel of the next norm.
-        branch = self.attn.proj.product(o.reshape(*o.shape[:2], -1), self.attn.proj.weight)
-        return self.transform(base, branch, after)
+        o = self.attn.attend(q, k, v, shared).flatten(2)
+        proj = self.attn.proj
+        if not self.parallel:
+            # The bias of this product is added by the kernel of the next norm.
+            return self.transform(base, proj.product(o, proj.weight), proj.bias, after)
+        # The MLP reads the stream from before attention, whose output is added apart. The norm's
+        # kernel adds nothing to the stream, but its gradient to that of the stream.
+        branch = proj.product(o, proj.weight, proj.bias)
+        base, out = self.transform(None, base, None, None)
+        return join(base, branch, after, self.p), out
 
     @staticmethod
     def end(
@@ -51,18 +56,25 @@ class FusedBlock(Block):
         x, y = add_norm(residual, pending, None, rows, self.p, weights_of(self.ln_1))
         attn = self.attn
         qkv = apply_unbiased(attn.qkv, y)
-        q, k, v = split_heads(qkv, self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
+        sizes = self.sizes(qkv.shape[-1])
+        norms = self.head_norms()
+        if norms is None:
+            q, k, v = split_heads(qkv, sizes, shared.rotation, attn.qkv.bias)
+        else:
+            q, k, v = split_and_norm_heads(qkv, sizes, shared.rotation, attn.qkv.bias, norms)
         if self.post_norm:
             x = y.to(x.dtype)
         return x, q, k, v
 
-    def transform(self, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the stream after attention and the MLP's output.
-
-        `branch`, attention's output, lacks its bias.
-        """
-        bias = self.attn.proj.bias
-        x, z = add_norm(base, branch, bias, rows, self.p, weights_of(self.ln_2))
+    def transform(
+        self,
+        residual: Tensor | None,
+        pending: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream that ln_2 reads and the MLP's output; `bias` is that of pending."""
+        x, z = add_norm(residual, pending, bias, rows, self.p, weights_of(self.ln_2))
         fc = self.mlp.fc
         a = activate(self.mlp.activation, apply_unbiased(fc, z), fc.bias)
         proj = self.mlp.proj
@@ -70,6 +82,13 @@ class FusedBlock(Block):
         if self.post_norm:
             x = z.to(x.dtype)
         return x, y
+
+    def head_norms(self) -> HeadNorms | None:
+        """Return the norms of queries and keys, if there are any."""
+        ln_q, ln_k = self.attn.ln_q, self.attn.ln_k
+        return (
+            None if ln_q is None or ln_k is None else HeadNorms(weights_of(ln_q), weights_of(ln_k))
+        )
 
     def sizes(self, columns: int) -> HeadSizes:
         """Return the sizes of the heads that so many columns of attention's first product hold."""

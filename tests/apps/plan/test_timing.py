@@ -159,7 +159,9 @@ def test_one_rule_says_whether_a_step_is_a_graph(monkeypatch):
         ("--fp8-format e4m3", {"products": (0.65, 0.5), "passes": (2.0, 1.1)}),
         ("--optimizer muon", {"update": (20, 4)}),
         ("--optimizer lion --cautious-weight-decay", {"update": (6, 4)}),
-        ("--qk-layernorm", {"passes": (1.5, 1.2)}),
+        ("--qk-layernorm", {"passes": (1.2, 1.05)}),
+        ("--qk-layernorm --compile on", {"passes": (1.8, 1.4)}),
+        ("--use-parallel-residual", {"passes": (1.1, 1.01)}),
         ("--cpu-optimizer", {"update": (120, 60)}),
     ],
 )

@@ -21,7 +21,7 @@ from meshwright.apps.plan.timing import Step, StepTerms
 from meshwright.base.device import NVIDIA
 from meshwright.base.device_profiles import DeviceProfile, Links
 from meshwright.config.fields import with_settings
-from meshwright.config.schema import TrainConfig
+from meshwright.config.schema import Model, Parallel, TrainConfig
 from meshwright.model.counts import layer_matrices, padded_size
 from meshwright.model.kind import block_kind
 from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_rounded
@@ -192,13 +192,9 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
     # Attention saves q, k, v, its output and a number of each row; some ways need copies.
     sums = tokens * heads // tp * FLOAT
     attention = (qkv + queries) * low + (0 if is_selective else sums)
-    if cp > 1:  # its output by head and by token
-        attention += 0 if is_selective else queries * low
-    elif m.position == "rope":
-        attention += (queries + keys) * low
-    elif tp < m.groups < heads:
+    if cp > 1 and not is_selective:  # its output by head and by token
         attention += queries * low
-    attention += (queries + keys) * low * m.qk_layernorm
+    attention += copies_of_heads(m, queries, keys, p, is_fused) * low
 
     scores = 0
     if has_scores:
@@ -225,6 +221,21 @@ def layer_bytes(c: TrainConfig) -> LayerBytes:
 
     saved = norms + inputs + attention + activation
     return LayerBytes(saved, stream + branch, stream, passing)
+
+
+def copies_of_heads(m: Model, queries: int, keys: int, p: Parallel, is_fused: bool) -> int:
+    """Return the elements that are kept on the way from the first product to attention."""
+    is_exchanged = p.context_parallel_size > 1  # attention has a copy of its own
+    if is_fused and m.qk_layernorm:
+        # The kernel keeps the product that it reads, of which values are views.
+        return queries + 2 * keys if is_exchanged else queries + keys
+    normed = queries + keys if m.qk_layernorm else 0
+    if is_exchanged:
+        return normed
+    if m.position == "rope":
+        return normed + queries + keys
+    is_copied = p.tensor_model_parallel_size < m.groups < (m.num_attention_heads or 1)
+    return normed + queries if is_copied else normed
 
 
 def end_bytes(c: TrainConfig, padded: int) -> EndBytes:

@@ -297,10 +297,13 @@ class StepTerms:
         key_share = 1 + 2 * m.groups / (m.num_attention_heads or 1)
         gates = 2 if m.gated else 1
         forward = 8 * stream + (gates + 1) * middle
-        if m.position == "rope":
+        if m.position == "rope" or m.qk_layernorm:
             forward += 2 * key_share * heads
         backward = 9 * stream + (2 * gates + 1) * middle
-        backward += (2 * key_share + ATTENTION_PASSES) * heads
+        backward += (2 * key_share + ATTENTION_PASSES + key_share * m.qk_layernorm) * heads
+        if m.use_parallel_residual:
+            # The norms' kernels read the stream once more; what attention adds is a pass apart.
+            forward += stream
         if m.hidden_dropout > 0:
             backward += stream
         if is_fp8:

@@ -288,11 +288,11 @@ def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor
     groups, per_group, dim = sizes
     q = qkv.new_empty(b, t, groups * per_group, dim)
     k = qkv.new_empty(b, t, groups, dim)
-    cos, sin = (x.contiguous() for x in rotation)
+    cos, sin = angles_of(rotation, qkv)
     with torch.accelerator.device_index(qkv.device.index):
-        programs = groups * (per_group + 1), *_programs(b, t, TILE)
+        programs = groups * (per_group + 1), *parts_of(b, t, TILE)
         _rotate_heads[programs](
-            qkv, q, k, cos, sin, b, t, groups, per_group, **_shape(dim, cos, TILE)
+            qkv, q, k, cos, sin, b, t, groups, per_group, **shape_of(dim, cos, TILE)
         )
     return q, k
 
@@ -314,13 +314,12 @@ def pack(
     groups, per_group, dim = sizes
     columns = groups * (per_group + 2) * dim
     packed = dq.new_empty(b, t, columns) if into is None else into.out
-    no_angles = dq.new_empty(1, t, 1, 0)
-    cos, sin = (x.contiguous() for x in rotation or (no_angles, no_angles))
-    parts = _programs(b, t, tile)
+    cos, sin = angles_of(rotation, dq)
+    parts = parts_of(b, t, tile)
     rows = math.prod(parts) if summed else 0
     partials = dq.new_empty(rows, columns, dtype=torch.float32)
     strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
-    shape = _shape(dim, cos, tile)
+    shape = shape_of(dim, cos, tile)
     with torch.accelerator.device_index(dq.device.index):
         programs = groups * (per_group + 2), *parts
         _pack_heads[programs](
@@ -343,12 +342,21 @@ def pack(
     return packed, partials if summed else None
 
 
-def _programs(batches: int, length: int, tile: SlotTile) -> tuple[int, int]:
+def angles_of(rotation: Rotation | None, x: Tensor) -> Rotation:
+    """Return the cosines and sines as the kernels read them: of no pairs without a rotation."""
+    if rotation is None:
+        none = x.new_empty(1, x.shape[1], 1, 0)
+        return none, none
+    cos, sin = rotation
+    return cos.contiguous(), sin.contiguous()
+
+
+def parts_of(batches: int, length: int, tile: SlotTile) -> tuple[int, int]:
     """Return the number of programs along the positions and the samples."""
     return cdiv(length, tile.step), cdiv(batches, tile.samples)
 
 
-def _shape(dim: int, cos: Tensor, tile: SlotTile) -> dict[str, Any]:
+def shape_of(dim: int, cos: Tensor, tile: SlotTile) -> dict[str, Any]:
     """Return the constants of both kernels, for cosines [1 or B, T, 1, half]."""
     half = cos.shape[-1]
     return {
