@@ -74,6 +74,8 @@ def refusal(parse):
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "loss_scale", 128.0),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "loss_scale", None),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "initial_loss_scale", 4096.0),
+        ({"fp16": {"enabled": True, "hysteresis": 4}}, "hysteresis", 4),
+        ({"fp16": {"enabled": True, "loss_scale_window": 500}}, "loss_scale_window", 500),
         ({"fp16": {"enabled": False, "initial_scale_power": 12}}, "initial_loss_scale", 2.0**32),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 5}}, "bf16", True),
         ({"steps_per_print": 5}, "steps_per_print", 5),
