@@ -85,10 +85,10 @@ class FusedBlock(Block):
 
     def head_norms(self) -> HeadNorms | None:
         """Return the norms of queries and keys, if there are any."""
-        ln_q, ln_k = self.attn.ln_q, self.attn.ln_k
-        return (
-            None if ln_q is None or ln_k is None else HeadNorms(weights_of(ln_q), weights_of(ln_k))
-        )
+        attn = self.attn
+        if attn.ln_q is None or attn.ln_k is None:
+            return None
+        return HeadNorms(weights_of(attn.ln_q), weights_of(attn.ln_k))
 
     def sizes(self, columns: int) -> HeadSizes:
         """Return the sizes of the heads that so many columns of attention's first product hold."""

@@ -289,11 +289,10 @@ def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor
     q = qkv.new_empty(b, t, groups * per_group, dim)
     k = qkv.new_empty(b, t, groups, dim)
     cos, sin = angles_of(rotation, qkv)
+    shape = shape_of(dim, cos.shape[-1], cos.shape[0] > 1, TILE)
     with torch.accelerator.device_index(qkv.device.index):
         programs = groups * (per_group + 1), *parts_of(b, t, TILE)
-        _rotate_heads[programs](
-            qkv, q, k, cos, sin, b, t, groups, per_group, **shape_of(dim, cos, TILE)
-        )
+        _rotate_heads[programs](qkv, q, k, cos, sin, b, t, groups, per_group, **shape)
     return q, k
 
 
@@ -319,7 +318,7 @@ def pack(
     rows = math.prod(parts) if summed else 0
     partials = dq.new_empty(rows, columns, dtype=torch.float32)
     strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
-    shape = shape_of(dim, cos, tile)
+    shape = shape_of(dim, cos.shape[-1], cos.shape[0] > 1, tile)
     with torch.accelerator.device_index(dq.device.index):
         programs = groups * (per_group + 2), *parts
         _pack_heads[programs](
@@ -356,13 +355,12 @@ def parts_of(batches: int, length: int, tile: SlotTile) -> tuple[int, int]:
     return cdiv(length, tile.step), cdiv(batches, tile.samples)
 
 
-def shape_of(dim: int, cos: Tensor, tile: SlotTile) -> dict[str, Any]:
-    """Return the constants of both kernels, for cosines [1 or B, T, 1, half]."""
-    half = cos.shape[-1]
+def shape_of(dim: int, half: int, own: bool, tile: SlotTile) -> dict[str, Any]:
+    """Return the constants of both kernels, for heads that begin with so many pairs."""
     return {
         "DIM": dim,
         "HALF": half,
-        "OWN": cos.shape[0] > 1,
+        "OWN": own,
         "PAIRS": power_of_2(max(half, 1)),
         "REST": power_of_2(max(dim - 2 * half, 1)),
         "STEP": tile.step,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -28,8 +29,8 @@ from meshwright.kernels.triton.heads import (
     shape_of,
 )
 
-# Backward keeps a head, its gradient and up to three sums of each in registers: at 128 numbers
-# with rotation and RMSNorm a thread takes 120, at 256 twice as many threads as much (sm_90).
+# Backward keeps a head, its gradient and up to three sums of each in registers: with 16 heads of
+# 128, RMSNorm and RoPE a thread takes 72 (sm_90, Triton 3.9), with 32 positions 154.
 PACK_TILE = SlotTile(step=16)
 WIDE_WARPS = 8  # of heads of more than 128 numbers
 
@@ -90,6 +91,7 @@ def _norm_heads(
     PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    TURNS: tl.constexpr,
     OWN: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
@@ -99,7 +101,8 @@ def _norm_heads(
 ):
     """Write q [tokens, heads, DIM] and k [tokens, groups, DIM] of qkv, normalised and rotated.
 
-    The norms' shifts may be None. Bytes moved: those of `_rotate_heads`.
+    The norms' shifts may be None; without TURNS nothing is rotated. Bytes moved: those of
+    `_rotate_heads`.
     """
     # A program for each query of a group, and one for its key.
     group = tl.program_id(0) // (PER_GROUP + 1)
@@ -127,13 +130,13 @@ def _norm_heads(
     if q_shift is not None:
         shift = tl.where(is_query, q_shift, k_shift)
         s_a, s_b, s_z = _load_head(shift, of_pairs, of_rest, HALF, PAIRS, REST)
-    if not OWN:
+    if TURNS and not OWN:
         x = tl.load(cos + angle, mask=pairs, other=1.0)
         y = tl.load(sin + angle, mask=pairs, other=0.0)
     first = tl.program_id(2) * SAMPLES
     for sample in tl.range(first, tl.minimum(first + SAMPLES, batches), num_stages=STAGES):
         token = (tl.cast(sample, tl.int64) * length + position)[:, None]
-        if OWN:
+        if TURNS and OWN:
             own = sample * length * HALF + angle
             x = tl.load(cos + own, mask=pairs, other=1.0)
             y = tl.load(sin + own, mask=pairs, other=0.0)
@@ -146,10 +149,12 @@ def _norm_heads(
             a += s_a
             b += s_b
             z += s_z
+        if TURNS:
+            a, b = a * x - b * y, b * x + a * y
         to = target + token * target_row
         out = q.dtype.element_ty
-        tl.store(to + c[None, :], (a * x - b * y).to(out), mask=pairs)
-        tl.store(to + HALF + c[None, :], (b * x + a * y).to(out), mask=pairs)
+        tl.store(to + c[None, :], a.to(out), mask=pairs)
+        tl.store(to + HALF + c[None, :], b.to(out), mask=pairs)
         tl.store(to + rest[None, :], z.to(out), mask=others)
 
 
@@ -190,6 +195,7 @@ def _pack_normed_heads(
     PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    TURNS: tl.constexpr,
     OWN: tl.constexpr,
     SUMMED: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -264,7 +270,7 @@ def _pack_normed_heads(
         w_a += PLUS
         w_b += PLUS
         w_z += PLUS
-        if not OWN:
+        if TURNS and not OWN:
             x = tl.load(cos + angle, mask=pairs, other=1.0)
             y = tl.load(sin + angle, mask=pairs, other=0.0)
         high_a = tl.zeros((STEP, PAIRS), tl.float32)
@@ -282,7 +288,7 @@ def _pack_normed_heads(
         for sample in tl.range(first, tl.minimum(first + SAMPLES, batches), num_stages=STAGES):
             sample = tl.cast(sample, tl.int64)
             token = (sample * length + position)[:, None]
-            if OWN:
+            if TURNS and OWN:
                 own = sample * length * HALF + angle
                 x = tl.load(cos + own, mask=pairs, other=1.0)
                 y = tl.load(sin + own, mask=pairs, other=0.0)
@@ -291,7 +297,8 @@ def _pack_normed_heads(
             a, b, z, rstd = _standardise(a, b, z, pairs, others, eps, DIM, CENTERS)
             at = source + sample * source_batch + position.to(tl.int64)[:, None] * source_row
             d_a, d_b, d_z = _load_head(at, pairs, others, HALF, PAIRS, REST)
-            d_a, d_b = d_a * x + d_b * y, d_b * x - d_a * y
+            if TURNS:
+                d_a, d_b = d_a * x + d_b * y, d_b * x - d_a * y
             weight_a += d_a * a
             weight_b += d_b * b
             weight_z += d_z * z
@@ -366,7 +373,7 @@ def norm_qk(
             norms.q.centers,
             groups,
             per_group,
-            **shape_of(dim, cos, tile),
+            **shape_with(rotation, dim, tile),
         )
     return q, k
 
@@ -423,9 +430,17 @@ def pack(
             groups,
             per_group,
             SUMMED=summed,
-            **shape_of(dim, cos, tile),
+            **shape_with(rotation, dim, tile),
         )
     return PackedGradients(packed, partials if summed else None, of_q, of_k)
+
+
+def shape_with(rotation: Rotation | None, dim: int, tile: SlotTile) -> dict[str, Any]:
+    """Return the constants of both kernels; heads that do not turn are two halves, too."""
+    half, own = dim // 2, False
+    if rotation is not None:
+        half, own = rotation[0].shape[-1], len(rotation[0]) > 1
+    return shape_of(dim, half, own, tile) | {"TURNS": rotation is not None}
 
 
 def widened(tile: SlotTile, dim: int) -> SlotTile:
