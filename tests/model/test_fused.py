@@ -114,9 +114,13 @@ def test_kernels_on_a_gpu_are_as_exact_as_the_plain_block(name, dtype):
     want = results(m, Block, gpu, torch.float64)
     plain, fused = results(m, Block, gpu, dtype), results(m, FusedBlock, gpu, dtype)
     for part, x in want.items():
-        theirs, ours = (
-            (y[part].double() - x.double()).norm() / x.double().norm() for y in (plain, fused)
-        )
+        size = x.double().norm()
+        # The scores hardly depend on a bias of all keys, for example: of such a gradient rounding
+        # leaves only noise, which is compared with the products that it is a sum of.
+        before, found, _ = part.partition("ln_q" if "ln_q" in part else "ln_k")
+        if found:
+            size = max(size, want[f"{before}qkv.weight"].double().norm() / 100)
+        theirs, ours = ((y[part].double() - x.double()).norm() / size for y in (plain, fused))
         assert ours <= 1.5 * theirs + (1e-5 if dtype is torch.float32 else 2e-3), (
             part,
             ours,
