@@ -28,6 +28,7 @@ TEXTS = {
     "blend_stages": ["60% :  0.5 a 0.5 b", "9e3 tokens: a"],
     "skip_train_iteration_range": ["07-9", "3-5"],
     "step_batch_size_schedule": "0:768, .25M:1536",
+    "seq_length_schedule": "0:8, 7:16",
     "on_nonfinite": "skip:3",
     "on_spike": "rollback:2",
     "pipeline_layout": " 6,6, 6,6",

@@ -21,10 +21,7 @@ class Feed:
         self.train_steps: Generator[list[Batch], None, None] | None = None
 
     def next(self, consumed: int, iteration: int) -> list[Batch]:
-        """Return the micro-batches of the next step.
-
-        After `close` it is the step that follows so many samples and iterations.
-        """
+        """Return the micro-batches of the next step; after `close`, of that after these counts."""
         if self.train_steps is None:
             self.train_steps = self.steps(self.train_set, self.spec, consumed, iteration)
         return next(self.train_steps)
@@ -43,7 +40,10 @@ class Feed:
         """Yield the micro-batches of each step of a validation, without end."""
         # The steps of a validation have one size and length, while training may let them grow.
         spec = replace(
-            self.spec, step_size=lambda consumed: step_size, length_at=None, at_end=at_end
+            self.spec,
+            step_size=lambda consumed: step_size,
+            length_at=lambda step: None,
+            at_end=at_end,
         )
         return self.steps(dataset, spec, consumed)
 

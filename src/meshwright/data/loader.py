@@ -297,10 +297,11 @@ class LoaderSpec:
     document_ends: DocumentEnds | None = None
     rank: int = 0  # among the `ranks` that read different samples
     ranks: int = 1
-    part: tuple[int, int] = (0, 1)  # of each sample, and the parts that ranks divide it into
+    # of a sample's columns, by their number, those of this rank where several share the sample
+    columns: Callable[[int], slice] | None = None
     length: int | None = None  # tokens of a sample, including the last label; None: any
-    # tokens that a step, by its number from 1 on, reads of each sample; None: all
-    length_at: Callable[[int], int] | None = None
+    # how many of these a step, by its number from 1 on, reads of each sample; None: all
+    length_at: Callable[[int], int | None] = lambda step: None
     packed: bool = False  # samples are [2, length]: tokens and their positions in their documents
     # where batches will be sent; for accelerators they are pinned
     device: torch.device | None = None
@@ -343,10 +344,9 @@ class Loader:
             thread.shutdown(cancel_futures=True)
 
     def steps(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the first sample, the number of samples and their length, if cut, of each step."""
+        """Yield each step's first sample, number of samples, and what it reads of each."""
         consumed = self.consumed
         block = self.spec.micro_batch * self.spec.ranks
-        length_at = self.spec.length_at
         for step in itertools.count(self.iteration + 1):
             samples = self.spec.step_size(consumed)
             if samples % block or not samples:
@@ -355,7 +355,7 @@ class Loader:
                     f"({{micro_batch_size}}) x {self.spec.ranks} ranks; "
                     "change {global_batch_size} or {rampup_batch_size}"
                 )
-            yield consumed, samples, None if length_at is None else length_at(step)
+            yield consumed, samples, self.spec.length_at(step)
             consumed += samples
 
     def read_step(self, first: int, samples: int, length: int | None = None) -> list[Batch]:
@@ -370,9 +370,7 @@ class Loader:
                 f"the step needs samples {first} to {end - 1}, but the data set has {len(self.dataset)}; "
                 "it was built for fewer steps"
             )
-        text = self.read_tokens(numbers)
-        if length is not None:
-            text = text[..., : length + 1]
+        text = self.read_tokens(numbers)[..., :length]
         tokens = text[:, 0] if self.spec.packed else text
         if tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
             raise self.unknown_id(numbers, tokens)
@@ -415,10 +413,8 @@ class Loader:
         batch = Batch(
             torch.from_numpy(tokens), torch.from_numpy(labels), torch.tensor(numbers), **fields
         )
-        part, parts = spec.part
-        if parts > 1:
-            width = tokens.shape[1] // parts
-            batch = batch.select(slice(part * width, (part + 1) * width))
+        if spec.columns is not None:
+            batch = batch.select(spec.columns(tokens.shape[1]))
         # The step copies it to the device on its own stream.
         if spec.device is not None and devices.is_accelerator(spec.device):
             return batch.pin()

@@ -110,11 +110,9 @@ class ParallelModel:
     def run_part(
         self, part: Any, given: ModelInput, stream: Tensor | None, **options: bool
     ) -> Tensor:
-        """Return a part's logits or, before the last stage, the next stage's `stream`.
-
-        A custom model need not take `stream`, so it is not passed to the first stage.
-        """
+        """Return a part's logits or, before the last stage, the next stage's `stream`."""
         self.columns.number = given.tokens.shape[1]
+        # A custom model need not take `stream`, so it is not passed to the first stage.
         if stream is None:
             return part(given.tokens, given.where, **options)  # type: ignore[no-any-return]
         return part(given.tokens, given.where, stream=stream, **options)  # type: ignore[no-any-return]

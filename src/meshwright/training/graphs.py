@@ -120,9 +120,7 @@ class Graphs:
 
     def find(self, net: Network, batches: list[Batch], seed: int) -> Captured | None:
         """Return the pieces for a step, captured after the warm-up; None: it runs as usual."""
-        kind = shape_of(batches)
-        if batches[0].tokens.shape[1] != self.width:
-            return None
+        kind = shape_of(batches) if batches[0].tokens.shape[1] == self.width else None
         if self.why_off or kind is None or not self.store.is_settled:
             return None
         if kind not in self.captured:

@@ -226,7 +226,8 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
     """Return the part of each global batch that this rank reads."""
     config, layout, length = state.recorded, state.net.layout, state.config.data.seq_length
     assert length
-    has_schedule = config.training.seq_length_schedule is not None
+    part = layout.at("cp")
+    grows = config.training.seq_length_schedule is not None
     return LoaderSpec(
         config.micro_batch,
         config.batch,
@@ -235,9 +236,11 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
         document_ends=document_ends,
         rank=layout.at("replicas", "shard"),
         ranks=layout.dp,
-        part=(layout.at("cp"), layout.cp),
+        columns=(lambda n: slice(part * n // layout.cp, (part + 1) * n // layout.cp))
+        if layout.cp > 1
+        else None,
         length=length + 1,
-        length_at=config.sample_length if has_schedule else None,
+        length_at=lambda step: config.sample_length(step) + 1 if grows else None,
         packed=config.data.packing != "stream",
         device=state.net.device,
     )
