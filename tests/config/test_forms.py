@@ -74,6 +74,7 @@ def test_settings_that_are_built_in_python_are_read_too() -> None:
         (OnSpike.read("rollback:12"), {"word": "rollback", "times": 12}),
         (OnSpike.read("warn"), {"word": "warn", "times": 0}),
         (Split.read("949,50,1"), {"shares": (949.0, 50.0, 1.0)}),
+        (Split.read("'99,1,0'"), {"text": "99,1,0", "shares": (99.0, 1.0, 0.0)}),
         (BatchSchedule.read("0:2 .25K:1.5k"), {"stages": ((0, 2), (250, 1500))}),
         (PipelineLayout.read("[0]*2+[1]"), {"ids": (0, 0, 1), "counts": ()}),
         (PipelineLayout.read(" 2, 1"), {"ids": (), "counts": (2, 1)}),
