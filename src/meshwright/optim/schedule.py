@@ -19,6 +19,9 @@ from meshwright.config.problem import SettingsError
 from meshwright.config.schema import DECAY_RAMPS, TrainConfig
 
 
+read_lengths = functools.cache(LengthSchedule.read)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """All parameters of the curves; saved with a checkpoint and compared on resume."""
@@ -40,15 +43,11 @@ class Schedule:
     lengths_batch: int = 0
     warmup_unit: str = "samples"
 
-    @functools.cached_property
-    def _growth(self) -> LengthSchedule | None:
-        return LengthSchedule.read(self.lengths) if self.lengths else None
-
     def _at(self, samples: float) -> float:
         """Return the tokens that so many samples give, or their number where it is what counts."""
-        if self._growth is None:
+        if not self.lengths:
             return samples
-        return self.lengths_batch * self._growth.tokens(samples / self.lengths_batch)
+        return self.lengths_batch * read_lengths(self.lengths).tokens(samples / self.lengths_batch)
 
     def lr(self, samples: float) -> float:
         # Megatron's formulas, in its order of operations.
