@@ -18,7 +18,6 @@ from meshwright.config.length_schedule import LengthSchedule
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import DECAY_RAMPS, TrainConfig
 
-
 read_lengths = functools.cache(LengthSchedule.read)
 
 
