@@ -102,8 +102,8 @@ class ByRecorder:
 
     prepared = {}
 
-    def __init__(self, backend, parts, store, needs_room, totals=3):
-        super().__init__(None, parts, store, needs_room, totals)
+    def __init__(self, backend, parts, store, needs_room, totals=3, width=16):
+        super().__init__(None, parts, store, needs_room, totals, width)
         self.backend = Recorder(store, self.totals)
         self.backend.parts = parts
         vars(self.backend).update(ByRecorder.prepared)

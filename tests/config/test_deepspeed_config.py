@@ -249,3 +249,20 @@ def test_from_python_the_file_counts_too(tmp_path, capsys):
     )
     with pytest.raises(UserError, match="but clip_grad is 0.25"):
         train(clipped)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_the_precision_of_the_file_counts(parse, name):
+    """ds_pretrain_gpt_350M.sh of offload_pp gives --fp16, and its file turns on bf16 alone."""
+    other = {"fp16": "bf16", "bf16": "fp16"}[name]
+    file = BATCHES | {name: {"enabled": True}, other: {"enabled": False}}
+    got = parse(file, f"--{other}")
+    assert (got.config.precision.fp16, got.config.precision.bf16) == (
+        name == "fp16",
+        name == "bf16",
+    )
+    line = f'"{name}.enabled" is true, which counts instead of --{other}: this run is {name}'
+    assert f"ds.json: {line}" in got.notices
+    # A file that turns on neither only contradicts the flag.
+    with pytest.raises(UserError, match=f'"{other}.enabled" is false, but --{other} is true'):
+        parse(BATCHES | {name: {"enabled": False}, other: {"enabled": False}}, f"--{other}")

@@ -20,6 +20,7 @@ OF_ZOO = Dialect(
     old_switches={"zoo_bf16": ("bf16", True)},
     two_in_one={"--zoo-dropout": ("hidden_dropout", "attention_dropout", "0.25")},
     unset={"num_experts": 2},
+    other_values={"ckpt_format": {"cage": ("torch", "both have bars")}},
     no_effect={"--zoo-cages": (1, "there are none")},
     answer=lambda flag, given: f"{given} is for animals" if flag.startswith("--animal") else None,
     suffix=".zoo",
@@ -32,6 +33,7 @@ CACHES = (
     dialects.old_switches,
     dialects.two_in_one,
     dialects.unset,
+    dialects.other_values,
     dialects.no_effect,
     argv.syntax_of,
 )
@@ -57,7 +59,7 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
     register(zoo=f"{__name__}:OF_ZOO")
     (tmp_path / "s.zoo").write_text("0.5")
     words = ["--zoo-sgd", "--zoo-bf16", "--zoo-cages", "3", "--config", str(tmp_path / "s.zoo")]
-    words += ["--zoo-dropout", "0.5", "--num-experts", "2"]
+    words += ["--zoo-dropout", "0.5", "--num-experts", "2", "--ckpt-format", "cage"]
     parsed = parse(*words)
     config = parsed.config
     assert (config.optimizer.optimizer, config.precision.bf16, config.optimizer.lr) == (
@@ -70,6 +72,8 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
     given = parse("--attention-dropout", "0", "--zoo-dropout", "0.5").config.model
     assert given.attention_dropout == 0
     assert "--zoo-cages is accepted and has no effect: there are none" in parsed.notices
+    assert config.checkpoint.ckpt_format == "torch"
+    assert "--ckpt-format cage is torch here: both have bars" in parsed.notices
     assert "--animal-food is for animals" in error_of(lambda: parse("--animal-food", "hay"), USAGE)
     shown = dialects.shown_arguments(config, parsed.ignored, "gloo")
     assert shown == {"lr": 0.5, "backend": "gloo", "zoo_bf16": True, "zoo_cages": "3"}

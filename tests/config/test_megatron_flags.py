@@ -78,6 +78,24 @@ def test_the_names_of_other_years():
     assert all("the network is dense" in notice for notice in parsed.notices)
 
 
+def test_what_is_as_exact_here_is_accepted():
+    """As in train_llama3_8b_h100_fp8.sh, which quotes a value within an array."""
+    words = ["--grad-reduce-in-bf16", "--fp8-param-gather", "--ckpt-format", "torch_dist"]
+    parsed = parse(*words, "--split", "'99,1,0'")
+    assert parsed.config.checkpoint.ckpt_format == "native"
+    assert parsed.config.data.split.shares == (99, 1, 0)
+    for notice, part in zip(
+        parsed.notices,
+        (
+            "in float32, which loses nothing",
+            "cast to 8 bits once a step",
+            "torch_dist is native here",
+        ),
+        strict=True,
+    ):
+        assert part in notice
+
+
 def test_reasons_are_plain():
     reasons = [reason for _, reason in NO_EFFECT.values()] + list(REFUSED.values())
     assert not [r for r in reasons if r.endswith(".") or r != r.strip() or "\n" in r]

@@ -262,7 +262,7 @@ LISTS = {"data_args_path", "per_split_data_args_path"}
 LISTS |= {f"{split}_weighted_split_paths_path" for split in ("train", "valid", "test")}
 BORDERS = {"split_arithmetic"}  # has a test of its own, as its values rarely differ
 LENGTHS_OF_RUNS = set(
-    "train_tokens train_epochs rampup_batch_size step_batch_size_schedule num_accumulation_steps".split()
+    "train_tokens train_epochs rampup_batch_size step_batch_size_schedule seq_length_schedule num_accumulation_steps".split()
 )
 # read with the other small languages when settings are made
 REACTIONS = {"on_nonfinite", "on_spike"}

@@ -98,7 +98,9 @@ def shifted_data() -> AbstractContextManager[Any]:
 
     def next_batch(trainer: Any) -> Any:
         if trainer.feed.train_steps is None and trainer.state.has_loaded:
-            trainer.feed.next(trainer.progress.consumed_train_samples + 1)
+            trainer.feed.next(
+                trainer.progress.consumed_train_samples + 1, trainer.progress.iteration
+            )
         return plain(trainer)
 
     return mock.patch.object(Trainer, "next_batch", next_batch)

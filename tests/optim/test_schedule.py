@@ -288,6 +288,9 @@ ONE_BY_ONE = [
     ("init_lr", 0.0078125, "--lr-warmup-init"),
     ("wsd_samples", 55, "--lr-wsd-decay-iters"),
     ("wsd_style", "minus_sqrt", "--lr-wsd-decay-style"),
+    ("lengths", "0:8 5:16", "--seq-length-schedule"),
+    ("lengths_batch", 7, "--global-batch-size"),
+    ("warmup_unit", "tokens", "--lr-warmup-tokens"),
 ]
 
 

@@ -14,7 +14,7 @@ from meshwright.data.loader import Batch
 from meshwright.model.gpt import GPT
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.tensor import shard_layers
+from meshwright.parallel.tensor import SampleColumns, shard_layers
 
 META = torch.device("meta")
 
@@ -46,5 +46,5 @@ def test_context_ranks_number_their_own_heads() -> None:
         layout = replace(Layout(cp=2, rank=rank), groups={"cp": cast(ProcessGroup, object())})
         with META:
             network = GPT(model, 64, 64, 8)
-        heads.append(shard_layers(network, layout, None, 8))
+        heads.append(shard_layers(network, layout, None, SampleColumns()))
     assert heads == [range(2), range(2, 4)]

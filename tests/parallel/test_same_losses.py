@@ -113,6 +113,20 @@ def test_a_layout_equals_one_process():
     check([parse(f"--num-layers 2 {line}") for line in DIVIDED.values()], steps=2)
 
 
+GROWING = "--seq-length-schedule 0:8,1:12,2:16"
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_growing_samples_equal_one_process():
+    """Each step has a length of its own; the validation after them reads whole samples."""
+    masks = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
+    lines = [TP2, SP2, PP2, f"{CP2} {masks}", f"{DP2} --zero-stage 3"]
+    lines.append("--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+                 "--pipeline-model-parallel-size 2 --recompute-granularity full")  # fmt: skip
+    check([parse(f"--num-layers 2 {line} {GROWING}") for line in lines], steps=3)
+
+
 # Compiled layers
 
 

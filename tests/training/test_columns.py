@@ -49,7 +49,7 @@ def test_rows_have_the_columns_of_the_table(run, tmp_path):
         "--save",
         f"{tmp_path}/save",
     ]
-    flags += ["--z-loss-coef", "1e-4"]
+    flags += ["--z-loss-coef", "1e-4", "--seq-length-schedule", "0:8 2:16"]
     got = run(*flags, "--skip-train-iteration-range", "2-3")
     seen = {}
     for row in map(json.loads, (got.folder / "metrics.jsonl").read_text().splitlines()):

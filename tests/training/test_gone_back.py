@@ -242,7 +242,10 @@ def test_a_run_that_went_back_is_the_one_that_was_loaded(tmp_path: Path) -> None
         overwrite(live, 2)
         settings = StepSettings(0, 1.0, 0.0, 1.0, "global", False)
         live.guard.roll_back(
-            Submitted(30, 120, 116, 4, settings, 0.0, (), None, list), "a spike", "--on-spike", 99
+            Submitted(30, 120, 116, 4, None, settings, 0.0, (), None, list),
+            "a spike",
+            "--on-spike",
+            99,
         )
         loaded = start(tmp_path / "loaded", words)
     loaded.progress.iteration, loaded.progress.consumed_train_samples = 30, 120

@@ -70,6 +70,15 @@ def division_problems(c: TrainConfig) -> list[Problem]:
         for name, size, parts, by in divided
         if size % parts
     ]
+    # Of a schedule of lengths each must be cut as well.
+    lengths = c.training.seq_length_schedule is not None and c.sample_lengths or []
+    parts = tp * cp if p.sequence_parallel else cp
+    odd = [length for length in lengths if length % parts]
+    if odd and not out:
+        by = by_both if p.sequence_parallel else by_cp
+        text = f"{stated(c.training, 'seq_length_schedule')}: its length of {odd[0]} is not a multiple of {by}"
+        multiple = f"; let its lengths be multiples of {parts}"
+        out.append(Problem(("seq_length_schedule",), text + multiple))
     if p.sequence_parallel and seq % cp == 0 and seq % (tp * cp):
         text = f"{with_value('seq_length', seq)} is not a multiple of {by_both}"
         out.append(Problem(("seq_length",), f"{{sequence_parallel=True}}: {text}"))

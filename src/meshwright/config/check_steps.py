@@ -70,6 +70,8 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
         out += batch_schedule_problems(c)
     elif t.rampup_batch_size:
         out += rampup_problems(c)
+    if t.seq_length_schedule is not None:
+        out += length_schedule_problems(c)
     if out or c.lengths[0] in ("train_iters", "train_epochs") or t.train_tokens == "auto":
         # Nothing reliable can be counted, or the length is in steps or not known yet.
         return out
@@ -77,7 +79,7 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
     if c.steps == 0:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
-            least += f", which are {c.batch(0) * (c.data.seq_length or 0):,} tokens"
+            least += f", which are {c.batch(0) * c.sample_length(1):,} tokens"
         text = f"{stated(t, c.lengths[0])} is less than one global batch of {least}; raise it, or lower the batch"
         out.append(Problem((c.lengths[0], "global_batch_size"), text))
     return out
@@ -204,6 +206,23 @@ def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
     return out
 
 
+def length_schedule_problems(c: TrainConfig) -> list[Problem]:
+    """Check the lengths of samples; what ranks must divide them is checked with the layout."""
+    t, d = c.training, c.data
+    flag = stated(t, "seq_length_schedule")
+    about = ("seq_length_schedule",)
+    out = []
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(t, name):
+            text = f"{{seq_length_schedule}} contradicts {{{name}}}: both make the first steps small; give one"
+            out.append(Problem((*about, name), text))
+    longest = max(c.sample_lengths)
+    if d.seq_length is not None and longest > d.seq_length:
+        text = f"{flag}: {stated(d, 'seq_length')} has no {longest} tokens; let the lengths end with it"
+        out.append(Problem((*about, "seq_length"), text))
+    return out
+
+
 def _grows(numbers: Sequence[int]) -> bool:
     return all(a < b for a, b in itertools.pairwise(numbers))
 
@@ -268,10 +287,18 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
 
 def _units_problems(c: TrainConfig) -> list[Problem]:
     """Check that a run in steps has a schedule in steps, and one in samples or tokens none."""
+    o = c.optimizer
+    if c.training.seq_length_schedule is not None:
+        # Steps have one size, which converts them. A warm-up in tokens needs the decay's clock.
+        by_tokens = ("lr_warmup_tokens", "lr_decay_tokens")
+        if o.lr_warmup_tokens and not o.lr_decay_tokens:
+            text = "{lr_warmup_tokens} with {seq_length_schedule} needs {lr_decay_tokens} too"
+            return [Problem((*by_tokens, "seq_length_schedule"), text)]
+        return []
     # Between steps and samples only a constant batch could convert.
     in_steps = "train_iters" in c.lengths
     misfits = IN_OTHER_UNITS if in_steps else BY_STEPS
-    wrong = [name for name in misfits if getattr(c.optimizer, name)]
+    wrong = [name for name in misfits if getattr(o, name)]
     if not wrong or not c.lengths:
         return []
     advice = f"give all lengths in {'steps' if in_steps else 'samples'}"

@@ -172,6 +172,10 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
             del unknown["rope_scaling"]
     if c.optimizer.ema:
         unknown["ema"] = "the average of {ema}"
+    if c.decays_by_tokens:
+        unknown["seq_length_schedule"] = (
+            "the tokens of samples that grow, which {lr_decay_tokens} counts"
+        )
     for name in given_bases(m):
         unknown[name] = f"{{{name}}}"
     reasons = {name: f"has no place for {what}" for name, what in unknown.items()}

@@ -34,6 +34,8 @@ class Dialect:
     two_in_one: Mapping[str, tuple[str, str, Any]] = field(default_factory=dict)
     # Values that other programs give where a setting of ours is not given.
     unset: Mapping[str, Any] = field(default_factory=dict)
+    # By a setting's name: other programs' words for its values, each with ours, and why.
+    other_values: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     # Flags that are accepted without effect: the number of values (*: any), and why.
     no_effect: Mapping[str, tuple[int | str, str]] = field(default_factory=dict)
     # (flag, how it was given) -> the text of a problem, if it is known and not accepted.
@@ -65,6 +67,17 @@ def two_in_one() -> dict[str, tuple[str, str, Any]]:
 @functools.cache
 def unset() -> dict[str, Any]:
     return {name: value for dialect in dialects() for name, value in dialect.unset.items()}
+
+
+@functools.cache
+def other_values() -> dict[tuple[str, str], tuple[str, str]]:
+    """Return (setting, word of another program) -> our word, and why it is taken."""
+    return {
+        (name, word): ours
+        for dialect in dialects()
+        for name, words in dialect.other_values.items()
+        for word, ours in words.items()
+    }
 
 
 @functools.cache

@@ -27,7 +27,14 @@ from meshwright.base.hints import find_address, nearest, our_word, refuse_addres
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
 from meshwright.config.argv import Syntax, answer_unknown, maybe_set_aside, read_argv, syntax_of
-from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches, unset
+from meshwright.config.dialects import (
+    equal,
+    known_elsewhere,
+    no_effect,
+    old_switches,
+    other_values,
+    unset,
+)
 from meshwright.config.fields import (
     as_text,
     choices_of,
@@ -667,6 +674,10 @@ class LayerReader:
         if name == "prompt" and isinstance(value, str):  # "none" is a prompt too
             out[name] = value
             return
+        if isinstance(value, str) and (name, value) in other_values():
+            word, reason = other_values()[name, value]
+            self.notices.append(f"{given.name} {value} is {word} here: {reason}{given.place}")
+            value = word
         try:
             converted = convert_value(kind, value)
         except ValueError as error:

@@ -28,6 +28,8 @@ class Split(TextForm):
 
     @classmethod
     def read(cls, text: str) -> Self:
+        # Quotes within an array of a script reach its program, as in "--split '99,1,0'".
+        text = text.strip("'\"")
         try:
             # Megatron takes both.
             given = [float(share) for share in text.replace("/", ",").split(",")]

@@ -38,6 +38,7 @@ from meshwright.config.grammar import (
     prefix_of,
     split_layers,
 )
+from meshwright.config.length_schedule import LengthSchedule
 
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
@@ -703,6 +704,14 @@ class Training:
         value="FORM",
         docs="schedules",
         proof="",
+    )
+    seq_length_schedule: LengthSchedule | None = flag(
+        None,
+        "linear:MIN:MAX:STEPS:MULTIPLE, root:MIN:MAX:STEPS:MULTIPLE:DEGREE or STEPS:LENGTH ...: train on the beginning "
+        "of each sample, which grows; DeepSpeed's curriculum of sequence lengths",
+        value="FORM",
+        docs="schedules from-deepspeed",
+        proof="baseline",
     )
     seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0")
     eval_interval: int = flag(
@@ -1644,6 +1653,33 @@ class TrainConfig:
         t = self.training
         return t.global_batch_size or self.micro_batch * (t.num_accumulation_steps or 1) * self.dp
 
+    def sample_length(self, step: int) -> int:
+        """Return the tokens that a step, of which the first is 1, reads of each sample."""
+        schedule = self.training.seq_length_schedule
+        return (self.data.seq_length or 1) if schedule is None else schedule.length(step)
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Every length that samples have during the run, the last one last."""
+        schedule = self.training.seq_length_schedule
+        if schedule is None:
+            return [self.data.seq_length or 1]
+        return [length for _, length in schedule.stages]
+
+    @property
+    def sample_lengths_end(self) -> int:
+        """The steps after which samples have the last of their lengths."""
+        schedule = self.training.seq_length_schedule
+        return 0 if schedule is None else schedule.stages[-1][0]
+
+    def tokens_of(self, samples: float) -> float:
+        """Return the tokens that the first samples of the run give."""
+        schedule = self.training.seq_length_schedule
+        if schedule is None:
+            return samples * (self.data.seq_length or 1)
+        # Steps have one size: a batch that grows is refused beside the schedule.
+        return self.global_batch * schedule.tokens(samples / self.global_batch)
+
     def micro_batches(self, size: int) -> int:
         """Return the forward passes of one rank in a step of `size` samples."""
         return size // (self.micro_batch * self.dp)
@@ -1670,11 +1706,16 @@ class TrainConfig:
         """Return the settings that decide the length of the run; it needs exactly one.
 
         Megatron-DeepSpeed's scripts give samples and tokens: those that are used up first decide.
+        With --seq-length-schedule they may give steps and tokens too.
         """
         t = self.training
         given = [name for name in LENGTHS if getattr(t, name) is not None]
-        if given == ["train_samples", "train_tokens"] and isinstance(t.train_tokens, int):
+        if not isinstance(t.train_tokens, int):
+            return given
+        if given == ["train_samples", "train_tokens"]:
             return ["train_samples" if self.samples == t.train_samples else "train_tokens"]
+        if given == ["train_iters", "train_tokens"] and t.seq_length_schedule is not None:
+            return ["train_iters" if self.samples is None else "train_tokens"]
         return given
 
     @functools.cached_property
@@ -1683,7 +1724,14 @@ class TrainConfig:
         t = self.training
         if not isinstance(t.train_tokens, int):
             return t.train_samples
-        samples = t.train_tokens // (self.data.seq_length or 1)
+        if t.seq_length_schedule is None:
+            samples = t.train_tokens // (self.data.seq_length or 1)
+        else:
+            # Samples of different lengths are counted by whole steps.
+            steps = math.floor(t.seq_length_schedule.steps(t.train_tokens / self.global_batch))
+            samples = steps * self.global_batch
+            if t.train_iters is not None and t.train_iters <= steps:
+                return None
         return samples if t.train_samples is None else min(samples, t.train_samples)
 
     @functools.cached_property
@@ -1707,18 +1755,21 @@ class TrainConfig:
         return consumed + self.batch(consumed) > self.samples
 
     def in_samples(
-        self, steps: int | None, samples: int | None = None, tokens: int | None = None
-    ) -> int:
+        self, steps: int | None, samples: int | None = None, tokens: float | None = None
+    ) -> float:
         """Return a length of the schedule in samples, from whichever unit is given."""
         if samples:
             return samples
+        lengths = self.training.seq_length_schedule
+        if tokens and lengths is not None:
+            return self.global_batch * lengths.steps(tokens / self.global_batch)
         if tokens and tokens >= (self.data.seq_length or 1):
             return tokens // (self.data.seq_length or 1)
         # Steps count with the batch after the ramp-up.
         return (steps or 0) * self.global_batch
 
     @property
-    def decay_samples(self) -> int:
+    def decay_samples(self) -> float:
         o = self.optimizer
         given = self.in_samples(o.lr_decay_iters, o.lr_decay_samples, o.lr_decay_tokens)
         return given or self.samples or self.steps * self.global_batch
@@ -1727,11 +1778,19 @@ class TrainConfig:
     def warmup_samples(self) -> float:
         o = self.optimizer
         if o.lr_warmup_fraction is not None:
+            if self.decays_by_tokens:
+                tokens = o.lr_warmup_fraction * (o.lr_decay_tokens or 0)
+                return self.in_samples(None, tokens=tokens)
             return o.lr_warmup_fraction * self.decay_samples
         return self.in_samples(o.lr_warmup_iters, o.lr_warmup_samples, o.lr_warmup_tokens)
 
     @property
-    def wsd_samples(self) -> int:
+    def decays_by_tokens(self) -> bool:
+        """Whether the learning rate falls with tokens, whose number differs from step to step."""
+        return bool(self.training.seq_length_schedule and self.optimizer.lr_decay_tokens)
+
+    @property
+    def wsd_samples(self) -> float:
         return self.in_samples(
             self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples
         )

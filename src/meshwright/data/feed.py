@@ -20,30 +20,37 @@ class Feed:
         self.spec = spec
         self.train_steps: Generator[list[Batch], None, None] | None = None
 
-    def next(self, consumed: int) -> list[Batch]:
-        """Return the micro-batches of the next step; after `close`, of that from `consumed` on."""
+    def next(self, consumed: int, iteration: int) -> list[Batch]:
+        """Return the micro-batches of the next step; after `close`, of that after these counts."""
         if self.train_steps is None:
-            self.train_steps = self.steps(self.train_set, consumed, self.spec)
+            self.train_steps = self.steps(self.train_set, self.spec, consumed, iteration)
         return next(self.train_steps)
 
-    def read_again(self, consumed: int) -> list[Batch]:
-        """Return the micro-batches of the training step that begins after `consumed` samples."""
+    def read_again(self, consumed: int, iteration: int) -> list[Batch]:
+        """Return the micro-batches of the training step after so many samples and iterations."""
         # Closing the generator ends the thread that has begun to read ahead.
-        with contextlib.closing(self.steps(self.train_set, consumed, self.spec)) as steps:
+        with contextlib.closing(
+            self.steps(self.train_set, self.spec, consumed, iteration)
+        ) as steps:
             return next(steps)
 
     def validate(
         self, dataset: Dataset, consumed: int, step_size: int, at_end: Literal["wrap", "mask"]
     ) -> Generator[list[Batch], None, None]:
         """Yield the micro-batches of each step of a validation, without end."""
-        # The step of a validation has a constant size, while training may ramp it up.
-        spec = replace(self.spec, step_size=lambda consumed: step_size, at_end=at_end)
-        return self.steps(dataset, consumed, spec)
+        # The steps of a validation have one size and length, while training may let them grow.
+        spec = replace(
+            self.spec,
+            step_size=lambda consumed: step_size,
+            length_at=lambda step: None,
+            at_end=at_end,
+        )
+        return self.steps(dataset, spec, consumed)
 
     def steps(
-        self, dataset: Dataset, consumed: int, spec: LoaderSpec
+        self, dataset: Dataset, spec: LoaderSpec, consumed: int, iteration: int = 0
     ) -> Generator[list[Batch], None, None]:
-        return iter(Loader(dataset, spec, consumed))
+        return iter(Loader(dataset, spec, consumed, iteration))
 
     def sets_of(self, split: str) -> dict[str, Dataset]:
         """Return the data sets of "valid" or "test" by their keys."""

@@ -4,13 +4,15 @@
 `Samples.read` copies their tokens out of the file, and `Loader.make_batch` makes each `Batch`.
 
 There is no state to save: a step that begins after `consumed` samples reads the next
-`step_size(consumed)` of them; each block of micro-batch x ranks consecutive samples is cut into one
-slice for each rank (Megatron's `single` order). A thread reads ahead, which is enough because torch
-releases the interpreter while it computes; the loop that asks for the batch gets its errors.
+`step_size(consumed)` of them, of each the beginning with --seq-length-schedule; each block of
+micro-batch x ranks consecutive samples is cut into one slice for each rank (Megatron's `single`
+order). A thread reads ahead, which is enough because torch releases the interpreter while it
+computes; the loop that asks for the batch gets its errors.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -299,8 +301,11 @@ class LoaderSpec:
     document_ends: DocumentEnds | None = None
     rank: int = 0  # among the `ranks` that read different samples
     ranks: int = 1
-    columns: slice | None = None  # of each sample, where several ranks share it
+    # of a sample's columns, by their number, those of this rank where several share the sample
+    columns: Callable[[int], slice] | None = None
     length: int | None = None  # tokens of a sample, including the last label; None: any
+    # how many of these a step, by its number from 1 on, reads of each sample; None: all
+    length_at: Callable[[int], int | None] = lambda step: None
     packed: bool = False  # samples are [2, length]: tokens and their positions in their documents
     # where batches will be sent; for accelerators they are pinned
     device: torch.device | None = None
@@ -312,10 +317,14 @@ class LoaderSpec:
 class Loader:
     """The steps after `consumed` samples, each a list of this rank's micro-batches."""
 
-    def __init__(self, dataset: Dataset, spec: LoaderSpec, consumed: int = 0) -> None:
+    def __init__(
+        self, dataset: Dataset, spec: LoaderSpec, consumed: int = 0, iteration: int = 0
+    ) -> None:
+        """`iteration` is the number of the step before the first one."""
         self.dataset = dataset
         self.spec = spec
         self.consumed = consumed
+        self.iteration = iteration
         if not len(dataset):
             raise bad_data("the data set has no sample")
 
@@ -338,11 +347,11 @@ class Loader:
         finally:
             thread.shutdown(cancel_futures=True)
 
-    def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield the first sample and the number of samples of each step."""
+    def steps(self) -> Iterator[tuple[int, int, int | None]]:
+        """Yield each step's first sample, number of samples, and what it reads of each."""
         consumed = self.consumed
         block = self.spec.micro_batch * self.spec.ranks
-        while True:
+        for step in itertools.count(self.iteration + 1):
             samples = self.spec.step_size(consumed)
             if samples % block or not samples:
                 raise SettingsError(
@@ -350,11 +359,11 @@ class Loader:
                     f"({{micro_batch_size}}) x {self.spec.ranks} ranks; "
                     "change {global_batch_size} or {rampup_batch_size}"
                 )
-            yield consumed, samples
+            yield consumed, samples, self.spec.length_at(step)
             consumed += samples
 
-    def read_step(self, first: int, samples: int) -> list[Batch]:
-        """Return this rank's slice of each block of the step."""
+    def read_step(self, first: int, samples: int, length: int | None = None) -> list[Batch]:
+        """Return this rank's slice of each block of the step, with so many tokens of a sample."""
         size = self.spec.micro_batch
         end = first + samples
         # A block has a micro-batch for each rank.
@@ -365,7 +374,7 @@ class Loader:
                 f"the step needs samples {first} to {end - 1}, but the data set has {len(self.dataset)}; "
                 "it was built for fewer steps"
             )
-        text = self.read_tokens(numbers)
+        text = self.read_tokens(numbers)[..., :length]
         tokens = text[:, 0] if self.spec.packed else text
         if tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
             raise self.unknown_id(numbers, tokens)
@@ -409,7 +418,7 @@ class Loader:
             torch.from_numpy(tokens), torch.from_numpy(labels), torch.tensor(numbers), **fields
         )
         if spec.columns is not None:
-            batch = batch.select(spec.columns)
+            batch = batch.select(spec.columns(tokens.shape[1]))
         # The step copies it to the device on its own stream.
         if spec.device is not None and devices.is_accelerator(spec.device):
             return batch.pin()

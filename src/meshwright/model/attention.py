@@ -178,8 +178,18 @@ def compiled_flex() -> Any:
 
 def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function anew for each shape, up to 32 of them: torch alone would stop at 8."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    allow_shapes(0)
     return torch.compile(function, dynamic=False)
+
+
+def allow_shapes(more: int) -> None:
+    """Let torch compile a function for 32 shapes and so many more before it gives up."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 32 + more)
+    # The sum over all functions with the same code.
+    limits.accumulated_recompile_limit = max(
+        limits.accumulated_recompile_limit, limits.recompile_limit
+    )
 
 
 def reference(

@@ -1,18 +1,24 @@
 """Learning rate and weight decay as pure functions of the samples of successful steps.
 
 Samples rather than iterations, so that a changing batch size follows the same curve (Megatron's
-convention). A step uses the samples of the steps before it: with a warm-up the first rate is 0.
+convention). With --seq-length-schedule samples have different lengths, and a decay in tokens
+follows the tokens that they have given (Megatron-DeepSpeed's). A step uses the samples of the steps
+before it: with a warm-up the first rate is 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from meshwright.config.length_schedule import LengthSchedule
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import DECAY_RAMPS, TrainConfig
+
+read_lengths = functools.cache(LengthSchedule.read)
 
 
 @dataclass(frozen=True)
@@ -22,39 +28,51 @@ class Schedule:
     max_lr: float
     min_lr: float
     warmup: float  # samples
-    decay: int  # samples
+    decay: float  # samples
     style: str
     start_wd: float
     end_wd: float
     wd_samples: int
     wd_style: str
     init_lr: float = 0.0
-    wsd_samples: int = 0  # length of the final decay
+    wsd_samples: float = 0  # length of the final decay
     wsd_style: str = "exponential"
+    # Where the decay follows tokens: --seq-length-schedule, and the samples of its steps.
+    lengths: str = ""
+    lengths_batch: int = 0
+    warmup_unit: str = "samples"
 
-    def lr(self, samples: int) -> float:
+    def _at(self, samples: float) -> float:
+        """Return the tokens that so many samples give, or their number where it is what counts."""
+        if not self.lengths:
+            return samples
+        return self.lengths_batch * read_lengths(self.lengths).tokens(samples / self.lengths_batch)
+
+    def lr(self, samples: float) -> float:
         # Megatron's formulas, in its order of operations.
+        now, warmup = self._at(samples), self._at(self.warmup)
         if self.warmup > 0 and samples <= self.warmup:
-            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
+            risen, whole = (now, warmup) if self.warmup_unit == "tokens" else (samples, self.warmup)
+            return self.init_lr + (self.max_lr - self.init_lr) * risen / whole
         if self.style == "constant":
             return self.max_lr
         if samples > self.decay:
             return self.min_lr
         if self.style == "inverse-square-root":
-            fallen = self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1))
+            fallen = self.max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(now, 1))
             return max(self.min_lr, fallen)
-        return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
+        return self.min_lr + (self.max_lr - self.min_lr) * self._left(now, warmup)
 
-    def _left(self, samples: int) -> float:
+    def _left(self, now: float, warmup: float) -> float:
         """Return the position between the lowest rate (0) and the highest (1)."""
         style = self.style
         # `ratio` is the part of the fall that is over.
         if style == "WSD":  # stable, then a final decay in a style of its own
             style = self.wsd_style
-            begin = self.decay - self.wsd_samples
-            ratio = max(samples - begin, 0) / self.wsd_samples
+            begin = self._at(self.decay - self.wsd_samples)
+            ratio = max(now - begin, 0) / (self._at(self.decay) - begin)
         else:
-            ratio = (samples - self.warmup) / (self.decay - self.warmup)
+            ratio = (now - warmup) / (self._at(self.decay) - warmup)
         if style == "exponential":
             return 2.0 * math.pow(0.5, ratio) - 1.0
         if style == "minus_sqrt":
@@ -63,7 +81,7 @@ class Schedule:
             return 1 - ratio
         return 0.5 * (math.cos(math.pi * ratio) + 1)
 
-    def wd(self, samples: int) -> float:
+    def wd(self, samples: float) -> float:
         # In proportion to the rate, so that rate x decay falls as its square.
         if self.wd_style == "rate":
             return self.end_wd * (self.lr(samples) / self.max_lr) if self.max_lr else 0.0
@@ -80,6 +98,7 @@ class Schedule:
 def build_schedule(c: TrainConfig) -> Schedule:
     o = c.optimizer
     ramp = o.ramps_decay
+    by_samples = o.lr_warmup_iters or o.lr_warmup_samples
     return Schedule(
         max_lr=o.lr or 0.0,
         min_lr=o.min_lr,
@@ -93,6 +112,9 @@ def build_schedule(c: TrainConfig) -> Schedule:
         init_lr=o.lr_warmup_init,
         wsd_samples=c.wsd_samples,
         wsd_style=o.lr_wsd_decay_style,
+        lengths=str(c.training.seq_length_schedule) if c.decays_by_tokens else "",
+        lengths_batch=c.global_batch if c.decays_by_tokens else 0,
+        warmup_unit="tokens" if c.decays_by_tokens and not by_samples else "samples",
     )
 
 
@@ -135,6 +157,16 @@ VALUES = {
         is_megatrons=False,
     ),
     "wsd_style": ScheduleValue("WSD decay style", "{lr_wsd_decay_style}", is_megatrons=False),
+    # What follows says how samples are counted in tokens.
+    "lengths": ScheduleValue(
+        "lengths of samples in a decay by tokens", "{seq_length_schedule}", is_megatrons=False
+    ),
+    "lengths_batch": ScheduleValue(
+        "batch in a decay by tokens", "{global_batch_size}", is_megatrons=False
+    ),
+    "warmup_unit": ScheduleValue(
+        "unit of the warm-up", "{lr_warmup_tokens} or -samples", is_megatrons=False
+    ),
 }
 
 
@@ -157,6 +189,7 @@ def warn_of_idle_steps(
     # The first number of samples at which the rate is 0. The inverse square root falls to the
     # lowest rate only after the last sample of the decay; the others reach it there.
     never = 1 << 62
+    zero: float
     if not s.max_lr:
         zero = 0
     elif s.min_lr or s.style == "constant":
@@ -183,6 +216,8 @@ def warn_of_idle_steps(
         why = "--lr is 0"
         if s.max_lr:
             flag = f"--lr-decay-iters {total}" if by_steps else f"--lr-decay-samples {c.samples}"
+            if s.lengths:
+                flag = f"--lr-decay-tokens {c.tokens_of(total * size):.0f}"
             why = f"the decay ends after {s.decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
         return [f"{which} would run at learning rate 0: {why}{override}"]
     # A warm-up that outlasts the run.
@@ -220,7 +255,7 @@ def resume_schedule(
         new = getattr(ours, name)
         old = getattr(before, name)
         # Megatron's log has nine lines; other values have one only where they differ and matter.
-        is_used = name == "init_lr" or "WSD" in (ours.style, before.style)
+        is_used = "WSD" in (ours.style, before.style) or not name.startswith("wsd")
         if not value.is_megatrons and (new == old or not is_used):
             continue
         if overrides:

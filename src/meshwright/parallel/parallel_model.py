@@ -8,7 +8,7 @@ logits, each tensor rank those of its ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from meshwright.model.positions import Positions, StreamPositions
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, stages
-from meshwright.parallel.tensor import shard_layers
+from meshwright.parallel.tensor import SampleColumns, shard_layers
 
 if TYPE_CHECKING:
     from meshwright.config.schema import Model
@@ -46,6 +46,7 @@ class ParallelModel:
     layout: Layout = Layout()
     sequence: bool = False  # sequence parallelism
     heads: range | None = None  # the attention heads computed on this rank
+    columns: SampleColumns = field(default_factory=SampleColumns)  # what sequence parallelism reads
     pipeline: Pipeline | None = None
 
     @property
@@ -109,10 +110,9 @@ class ParallelModel:
     def run_part(
         self, part: Any, given: ModelInput, stream: Tensor | None, **options: bool
     ) -> Tensor:
-        """Return a part's logits or, before the last stage, the next stage's `stream`.
-
-        A custom model need not take `stream`, so it is not passed to the first stage.
-        """
+        """Return a part's logits or, before the last stage, the next stage's `stream`."""
+        self.columns.number = given.tokens.shape[1]
+        # A custom model need not take `stream`, so it is not passed to the first stage.
         if stream is None:
             return part(given.tokens, given.where, **options)  # type: ignore[no-any-return]
         return part(given.tokens, given.where, stream=stream, **options)  # type: ignore[no-any-return]
@@ -189,6 +189,6 @@ def build_parallel_model(
     # Cut before memory is allocated: on the meta device a tensor has a shape only.
     with torch.device("meta"):
         (part,) = stages(lambda: GPT(m, *sizes), layers, layout)
-        heads = shard_layers(part, layout, None, 0)
+        heads = shard_layers(part, layout, None, SampleColumns())
     part.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     return ParallelModel(parts=[part], device=device, layout=layout, heads=heads)

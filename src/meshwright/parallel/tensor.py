@@ -27,6 +27,7 @@ and every mask works unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,13 +173,19 @@ class Exchanged(nn.Module):
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
+@dataclass
+class SampleColumns:
+    """The tokens of a sequence on this rank, in the micro-batch that is computed."""
+
+    number: int = 0
+
+
 def shard_layers(
-    model: GPT, layout: Layout, by_rows: PlainMatmuls | None, columns: int
+    model: GPT, layout: Layout, by_rows: PlainMatmuls | None, columns: SampleColumns
 ) -> range | None:
     """Cut the model (on the meta device) to this rank's part; return the heads it computes.
 
-    `by_rows` multiplies with sequence parallelism, None is without. `columns` is the number of
-    tokens of a sequence on this rank.
+    `by_rows` multiplies with sequence parallelism, None is without, which does not need `columns`.
     """
     m = model.m
     tp = layout.group("tp")
@@ -212,7 +219,7 @@ def shard_layers(
             y = _GatheredColumnParallel.apply(rows, parameter, bias, by_rows)  # type: ignore[no-untyped-call]
         else:
             y = _ColumnParallel.apply(rows, parameter, bias, tp)  # type: ignore[no-untyped-call]
-        return y.view(-1, columns, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
+        return y.view(-1, columns.number, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
 
     def add_up(y: Tensor) -> Tensor:
         return comm.scattered(y.flatten(0, 1), tp).unsqueeze(0) if sequence else comm.summed(y, tp)

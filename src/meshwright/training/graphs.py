@@ -12,7 +12,8 @@ A step of n micro-batches consists of up to three pieces, which share one pool o
 With one micro-batch, first and last are one piece. A piece reads its batch and its numbers
 (learning rate, loss scale, ...) from tensors that never move; each micro-batch is copied into these
 before its replay. The first steps of each kind run as usual, on the same stream: they compile
-kernels, fill caches and show how much memory a step needs. A step of another shape runs as usual.
+kernels, fill caches and show how much memory a step needs. A step of another shape runs as usual,
+and so does each step with shorter samples: --seq-length-schedule may have hundreds of lengths.
 
 The Python code of a piece runs at its capture only, so it must not depend on values on the device,
 nor may the parameter store's own state change between replays. A failed capture executes nothing
@@ -85,9 +86,17 @@ class Graphs:
     run_piece = staticmethod(micro_step)
 
     def __init__(
-        self, backend: Backend, parts: list[Any], store: Store, needs_room: bool, totals: int
+        self,
+        backend: Backend,
+        parts: list[Any],
+        store: Store,
+        needs_room: bool,
+        totals: int,
+        width: int,
     ) -> None:
+        """`width` is the number of columns of the steps that are captured."""
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
+        self.width = width
         # An Update (micro_step.py): every step overwrites it.
         self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)
         self.seen: Counter[StepShape] = Counter()
@@ -115,7 +124,8 @@ class Graphs:
     def find(self, net: Network, batches: list[Batch], seed: int) -> Captured | None:
         """Return the pieces for a step, captured after the warm-up; None: it runs as usual."""
         kind = shape_of(batches, self.most_pieces)
-        if self.why_off or kind is None or not self.store.is_settled:
+        is_short = batches[0].tokens.shape[1] < self.width
+        if self.why_off or is_short or kind is None or not self.store.is_settled:
             return None
         if kind not in self.captured:
             self.seen[kind] += 1

@@ -37,6 +37,7 @@ class Submitted(NamedTuple):
     consumed: int  # samples, with this step's
     scheduled: int  # samples of the learning rate's schedule, without this step's
     size: int  # samples
+    length: int | None  # tokens of each, if that changes during the run
     settings: StepSettings
     data_ms: float  # the wait for its batch
     names: tuple[str, ...]  # of its numbers; most are columns of metrics.jsonl
@@ -95,7 +96,10 @@ class InFlight:
         numbers = update
         if extras:
             numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())])
-        size = self.state.config.batch(p.consumed_train_samples)
+        config = self.state.config
+        size, length = config.batch(p.consumed_train_samples), None
+        if config.training.seq_length_schedule is not None:
+            length = config.sample_length(p.iteration + 1)
         scheduled = p.schedule_samples
         p.iteration += 1
         p.consumed_train_samples += size
@@ -108,6 +112,7 @@ class InFlight:
                 consumed=p.consumed_train_samples,
                 scheduled=scheduled,
                 size=size,
+                length=length,
                 settings=settings,
                 data_ms=data_ms,
                 names=(*net.update_columns, *extras),
@@ -146,6 +151,8 @@ class InFlight:
         harmless = overflow and state.scaler.may_overflow(settings.scale)
         scheduled = step.scheduled + (0 if skipped else step.size)
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
+        if step.length is not None:
+            numbers["length"] = step.length
         row = {
             "batch": step.size,
             "loss": loss,

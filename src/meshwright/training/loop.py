@@ -197,7 +197,7 @@ class Trainer:
 
     def next_batch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch."""
-        return self.feed.next(self.progress.consumed_train_samples)
+        return self.feed.next(self.progress.consumed_train_samples, self.progress.iteration)
 
     def step_settings(self) -> StepSettings:
         """Return the numbers of the next update, and whether this rank votes to stop."""

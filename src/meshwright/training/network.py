@@ -17,6 +17,7 @@ from meshwright.config.check_mup import given_bases
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import fp8, pick
+from meshwright.model.attention import allow_shapes
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.optim.rule_table import OWN_RATES
@@ -25,7 +26,7 @@ from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import MORE_ROOMS, Layout
 from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.store import StoreSpec
-from meshwright.parallel.tensor import shard_layers
+from meshwright.parallel.tensor import SampleColumns, shard_layers
 from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
@@ -91,7 +92,8 @@ def build_network(
     fp8.require_fp8(config.precision, device)
 
     # Build the model on the meta device, where tensors have shapes but no memory.
-    parts, heads, name, execution = build_parts(spec, options)
+    columns = SampleColumns()
+    parts, heads, name, execution = build_parts(spec, options, columns)
     names = {n: x for part in parts for n, x in part.named_parameters()}
     report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
@@ -122,6 +124,8 @@ def build_network(
         devices.reserve_workspaces(device, dtype)
         store = new_store(parts, store_spec, is_sharded)
         store.set_scales(fp8.attach_fp8(parts, config.precision, device))
+    if len(config.sample_lengths) > 1:
+        allow_shapes(len(config.sample_lengths))
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
@@ -132,7 +136,8 @@ def build_network(
     if without is None:
         needs_room = config.training.cuda_graphs == "auto"
         kind = StageGraphs if layout.pp > 1 else ShardedGraphs if is_sharded else graph.Graphs
-        graphs = kind(CudaGraphs(device), parts, store, needs_room, 2 + len(terms))
+        width = config.sample_lengths[-1] // layout.cp
+        graphs = kind(CudaGraphs(device), parts, store, needs_room, 2 + len(terms), width)
     return Network(
         parts=parts,
         store=store,
@@ -142,6 +147,7 @@ def build_network(
         layout=layout,
         sequence=spec.sequence,
         heads=heads,
+        columns=columns,
         pipeline=open_pipeline(spec, parts) if layout.pp > 1 else None,
         name=name,
         execution=execution,
@@ -170,13 +176,14 @@ def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> FlatStore 
     return FullyShardedStore(parts, spec)
 
 
-def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, str, str]:
+def build_parts(
+    spec: Spec, options: Options, columns: SampleColumns
+) -> tuple[list[Any], range | None, str, str]:
     """Return this rank's parts of the model, its attention heads, the model's name and execution.
 
     Heads that are None are all of the model's. The execution is a description for the log.
     """
     config, layout, m = spec.config, spec.layout, spec.config.model
-    assert config.data.seq_length
     sizes = spec.vocab, spec.padded, spec.positions
     # A custom model is not cut: every rank has all of it.
     if spec.model is not None:
@@ -201,7 +208,7 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
     by_rows = matmuls_by_rows(spec) if spec.sequence else None
     with torch.device("meta"):
         for part in parts:
-            heads = shard_layers(part, layout, by_rows, config.data.seq_length // layout.cp)
+            heads = shard_layers(part, layout, by_rows, columns)
     # The name is the same for all classes of blocks, because they compute the same.
     return list(parts), heads, GPT_NETWORK, execution
 

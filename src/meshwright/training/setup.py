@@ -137,7 +137,9 @@ def build_empty_state(spec: Spec, team: Team, users: publish.Users = ()) -> Stat
     say(f" > running the {net.execution}")
     if device.type != "cpu" or config.training.cuda_graphs == "on":
         without = net.without_graphs
-        say(f" > CUDA graphs: {f'off, because {without}' if without else 'on, from step 3'}")
+        # The third step whose samples have their last length.
+        first = config.sample_lengths_end + 3
+        say(f" > CUDA graphs: {f'off, because {without}' if without else f'on, from step {first}'}")
     if config.training.compile == "on" and not net.is_compiled:
         remark(" > note: --compile on has no effect on layers with the reference attention")
     state = State(spec, net, team, users)
@@ -225,6 +227,7 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
     config, layout, length = state.recorded, state.net.layout, state.config.data.seq_length
     assert length
     part = layout.at("cp")
+    grows = config.training.seq_length_schedule is not None
     return LoaderSpec(
         config.micro_batch,
         config.batch,
@@ -233,10 +236,11 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
         document_ends=document_ends,
         rank=layout.at("replicas", "shard"),
         ranks=layout.dp,
-        columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp)
+        columns=(lambda n: slice(part * n // layout.cp, (part + 1) * n // layout.cp))
         if layout.cp > 1
         else None,
         length=length + 1,
+        length_at=lambda step: config.sample_length(step) + 1 if grows else None,
         packed=config.data.packing != "stream",
         device=state.net.device,
     )
@@ -294,7 +298,7 @@ def open_log(
     # The ranks' parts of a checkpoint hold each parameter once, so their sum counts each once.
     own = state.net.store.named_state(False, to_save=True)
     parameters = team.total(sum(x.numel() for _, _, x in own.values()))
-    tokens = c.global_batch * run.sequence
+    tokens = c.global_batch * c.sample_lengths[-1]
     if screen is not None:
         loaded = c.checkpoint.load if state.has_loaded else None
         show(
@@ -380,6 +384,11 @@ def sizes_of_run(state: State) -> RunSizes:
         flops_per_token=counts.flops_per_token(
             c.model, state.padded, length, c.training.recompute_granularity
         ),
+        shorter={
+            n: counts.flops_per_token(c.model, state.padded, n, c.training.recompute_granularity)
+            for n in c.sample_lengths
+            if n != length
+        },
         peak=peak_flops(state.net.device),
         iteration=state.progress.iteration,
         consumed=state.progress.consumed_train_samples,

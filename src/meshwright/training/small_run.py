@@ -66,8 +66,8 @@ class RecordingFeed(Feed):
 
     batches: list[Batch]
 
-    def next(self, consumed: int) -> list[Batch]:
-        self.batches = super().next(consumed)
+    def next(self, consumed: int, iteration: int) -> list[Batch]:
+        self.batches = super().next(consumed, iteration)
         return self.batches
 
 

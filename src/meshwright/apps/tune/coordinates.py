@@ -172,6 +172,7 @@ def make_small(config: TrainConfig) -> TrainConfig:
         num_accumulation_steps=t.num_accumulation_steps,
         rampup_batch_size=[],
         step_batch_size_schedule=None,
+        seq_length_schedule=None,
         train_iters=NO_STEPS,
         train_samples=None,
         train_tokens=None,
@@ -203,8 +204,8 @@ def make_small(config: TrainConfig) -> TrainConfig:
 class RepeatedFeed(Feed):
     """A feed that reads the first step's batch again and again."""
 
-    def next(self, consumed: int) -> list[Batch]:
-        return self.read_again(0)
+    def next(self, consumed: int, iteration: int) -> list[Batch]:
+        return self.read_again(0, 0)
 
 
 def start_trainer(config: TrainConfig, device: torch.device) -> Trainer:
@@ -239,7 +240,7 @@ def measure(
         # The same batch before and after each step, so that only the weights change activations.
         with console.only_warnings():
             trainer = start_trainer(at_size(config, axis, size), device)
-            batch, *_ = trainer.feed.read_again(0)
+            batch, *_ = trainer.feed.read_again(0, 0)
             first = activations_of(trainer, batch)
             changes = []
             for _ in range(steps):

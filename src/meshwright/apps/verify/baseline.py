@@ -13,6 +13,7 @@ from meshwright.config import checks
 from meshwright.config.fast_paths import FUSED_BLOCK, unknown_to
 from meshwright.config.fields import baseline_settings, with_settings
 from meshwright.config.grammar import PipelineLayout
+from meshwright.config.length_schedule import LengthSchedule
 from meshwright.config.problem import SettingsError, listed
 from meshwright.config.schema import (
     Checkpoint,
@@ -106,7 +107,7 @@ def make_baseline(config: TrainConfig, on_accelerator: bool = False) -> Baseline
         model=model,
         tokenizer=tokenizer,
         data=data(c.data, length),
-        training=training(c, on_accelerator),
+        training=training(c, length, on_accelerator),
         optimizer=optimizer(c.optimizer),
         precision=replace(Precision(**baseline_settings(c.precision)), params_dtype="float64"),
         parallel=replace(parallel, deepspeed_config=None, world_size=c.world),
@@ -250,7 +251,7 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     return TokenizerFlags(vocab_size=rows - 3), m
 
 
-def training(c: TrainConfig, on_accelerator: bool) -> Training:
+def training(c: TrainConfig, length: int, on_accelerator: bool) -> Training:
     """Return few micro-batches of few samples, and the options of the passes."""
     t = c.training
     pp = c.parallel.pipeline_model_parallel_size
@@ -264,6 +265,10 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
     unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
     grows = t.rampup_batch_size or t.step_batch_size_schedule
     ramp = [unit, unit, 2 * unit] if grows and batch > unit else []
+    # So do samples, from about the half of them, which the ranks share out too.
+    ranks = c.parallel.tensor_model_parallel_size * c.parallel.context_parallel_size
+    half = length // ranks // 2 * ranks
+    grown = LengthSchedule.read(f"0:{half} 1:{length}") if half else None
     # Of a stage's layers, some are recomputed if some are in the run.
     layers = t.recompute_num_layers
     if not is_small(c):
@@ -274,6 +279,7 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
         micro_batch_size=micro,
         global_batch_size=batch,
         rampup_batch_size=ramp,
+        seq_length_schedule=grown if t.seq_length_schedule is not None else None,
         recompute_num_layers=layers,
         eval_iters=1,
         train_iters=None if ramp else 10**4,

@@ -1,6 +1,7 @@
 """Read a DeepSpeed JSON file: it fills settings that no flag gives; contradictions are refused.
 
 MAPPED keys are settings here, IDLE keys change no result, and REFUSED keys would change one.
+CURRICULUM is a section that makes one setting.
 "auto" leaves a key to the flags. Unknown keys are errors, which DeepSpeed ignores.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from meshwright.base.files import read_small, read_table
 from meshwright.base.hints import did_you_mean
 from meshwright.config.fields import group_values, spelling, with_settings
+from meshwright.config.length_schedule import LengthSchedule
 from meshwright.config.problem import Problem, plain, stated
 from meshwright.config.schema import TrainConfig
 
@@ -51,6 +53,57 @@ def power(value: Any) -> float:
     return math.ldexp(1.0, integer(value))
 
 
+def curriculum(section: Any) -> LengthSchedule:
+    """Return DeepSpeed's curriculum of sequence lengths; ValueError says what is wrong with it."""
+
+    def read(of: Any, where: str, *keys: str) -> list[Any]:
+        given = of if isinstance(of, dict) else {}
+        if lacking := [key for key in keys if key not in given]:
+            raise ValueError(f'{where} needs "{lacking[0]}"')
+        if unknown := set(given) - {*keys, *OF_A_CURRICULUM * (of is section)}:
+            raise ValueError(f'{where} has an unknown key "{min(unknown)}"')
+        return [given[key] for key in keys]
+
+    def whole(value: Any) -> int:
+        try:
+            return integer(value)
+        except ValueError:
+            raise ValueError(f"{json.dumps(value)[:100]} is not a whole number") from None
+
+    kind, low, high, form = read(
+        section, "it", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type"
+    )
+    if kind != "seqlen":
+        raise ValueError(
+            f'"curriculum_type" is {json.dumps(kind)[:100]}, and only "seqlen" is known'
+        )
+    first, last = whole(low), whole(high)
+    details = section.get("schedule_config")
+    where = '"schedule_config"'
+    # DeepSpeed asks for the next length only while the last one is below the highest.
+    if first >= last:
+        return LengthSchedule.read(f"0:{first}")
+    if form == "fixed_linear":
+        numbers = read(details, where, "total_curriculum_step", "difficulty_step")
+        return LengthSchedule.read(
+            ":".join(map(str, ["linear", first, last, *map(whole, numbers)]))
+        )
+    if form == "fixed_root":
+        numbers = read(details, where, "total_curriculum_step", "difficulty_step", "root_degree")
+        return LengthSchedule.read(":".join(map(str, ["root", first, last, *map(whole, numbers)])))
+    if form != "fixed_discrete":
+        forms = '"fixed_linear", "fixed_root" and "fixed_discrete"'
+        raise ValueError(f'"schedule_type" is {json.dumps(form)[:100]}; {forms} are known')
+    lengths, ends = read(details, where, "difficulty", "max_step")
+    if not (isinstance(lengths, list) and isinstance(ends, list) and len(lengths) == len(ends) + 1):
+        raise ValueError(f'{where} needs one more number in "difficulty" than in "max_step"')
+    # Each length holds up to the step of its "max_step", the last one for ever.
+    stages = list(zip([0, *map(whole, ends)], map(whole, lengths), strict=True))
+    reached = next((i for i, (_, length) in enumerate(stages) if length >= last), len(stages))
+    words = [f"{steps}:{length}" for steps, length in stages[: reached + 1]]
+    return LengthSchedule.read(" ".join(words))
+
+
 def device(value: Any) -> str:
     if value not in (None, "none", "cpu"):
         raise ValueError('"cpu" or "none": offloading to NVMe is not supported')
@@ -81,6 +134,10 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "activation_checkpointing.cpu_checkpointing": ("checkpoint_in_cpu", switch),
 }
 
+CURRICULUM = "curriculum_learning"
+MAPPED[CURRICULUM] = ("seq_length_schedule", curriculum)
+OF_A_CURRICULUM = ("enabled", "schedule_config")  # keys beside those that each needs
+
 _TABLES = read_table("compat/flags/deepspeed_json.toml")
 IDLE = {
     f"{section}.{key}".lstrip(".")
@@ -97,8 +154,9 @@ def merge_deepspeed(
 ) -> tuple[TrainConfig, list[str], list[Problem]]:
     """Fill a configuration from --deepspeed_config; return it, notices and every problem.
 
-    `given` are the settings with a source: they must agree with the file, and never change. The
-    loss scale alone is the file's, as in Megatron-DeepSpeed, whose own scripts give another.
+    `given` are the settings with a source: they must agree with the file, and never change. Loss
+    scale and precision alone are the file's, as in Megatron-DeepSpeed, whose own scripts give
+    others.
     """
     path = config.parallel.deepspeed_config
     if not path:
@@ -114,8 +172,19 @@ def merge_deepspeed(
     if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:
         found.pop("wall_clock_breakdown", None)
 
-    # Each value, compared with that of the flag or of another key for the same setting.
     known = {n: v for group in group_values(config) for n, v in vars(group).items()}
+    # The engine casts the model to the file's precision, whatever format Megatron made it in.
+    casts_to = _only_precision(found)
+    flag = {"fp16": "bf16", "bf16": "fp16"}.get(casts_to, "")
+    is_cast = flag in given and known[flag]
+    if is_cast:
+        given = {*given} - {"fp16", "bf16"}
+        found |= {"fp16.enabled": casts_to == "fp16", "bf16.enabled": casts_to == "bf16"}
+        notices.append(
+            f'{path}: "{casts_to}.enabled" is true, which counts instead of --{flag}: this run is {casts_to}'
+        )
+
+    # Each value, compared with that of the flag or of another key for the same setting.
     taken: dict[str, Any] = {}
     for key, value in found.items():
         name, _ = MAPPED[key]
@@ -135,10 +204,6 @@ def merge_deepspeed(
             wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
 
     # Values that contradict others.
-    for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        if taken.get(name) and other in given and known[other]:
-            wrong.append(f'"{name}.enabled" is true, but {{{other}=True}} is given; change one')
-            del taken[name]
     if taken.get("fp16") and taken.get("bf16"):
         wrong.append('"fp16.enabled" and "bf16.enabled" are both true; change one')
         del taken["fp16"]
@@ -156,7 +221,7 @@ def merge_deepspeed(
     ]
     if sets:
         notices.insert(0, f"{path} sets {', '.join(sets)}")
-    if taken.get("fp16"):
+    if taken.get("fp16") and not is_cast:
         notices.append(f'{path}: "fp16.enabled" is true and --fp16 is not given: this run is fp16')
     return filled, notices, [_problem(config, text) for text in wrong]
 
@@ -172,7 +237,13 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
     wrong: list[str] = []
     idle: list[str] = []
     for key, value in _leaves(file):
-        if key in MAPPED:
+        if key == CURRICULUM:
+            try:
+                if not _is_off(value):
+                    found[key] = curriculum(value)
+            except ValueError as error:
+                wrong.append(f'"{key}": {error}')
+        elif key in MAPPED:
             # "auto" leaves a setting to the program: to the flags, here.
             try:
                 if value != "auto":
@@ -195,6 +266,13 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
     if idle:
         notices.append(f"{path}: without effect here: {', '.join(idle)}")
     return found, notices, wrong
+
+
+def _only_precision(found: dict[str, Any]) -> str:
+    """Return "fp16" or "bf16" if the file turns on one of them, else nothing."""
+    fp16 = found.get("fp16.enabled")
+    bf16 = found.get("bf16.enabled") or found.get("bfloat16.enabled")
+    return "" if fp16 and bf16 else "fp16" if fp16 else "bf16" if bf16 else ""
 
 
 def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[str]) -> TrainConfig:

@@ -21,6 +21,7 @@ MEGATRON = Dialect(
     old_switches=megatron_flags.OLD_SWITCHES,
     two_in_one=megatron_flags.TWO_IN_ONE,
     unset=megatron_flags.UNSET,
+    other_values=megatron_flags.OTHER_VALUES,
     no_effect=megatron_flags.NO_EFFECT,
     answer=megatron_flags.known_elsewhere,
     arguments=_arguments,

@@ -21,6 +21,10 @@ TWO_IN_ONE: dict[str, tuple[str, str, Any]] = {
     flag: (name, also, value) for flag, (name, also, value) in _TABLES["two_in_one"].items()
 }
 UNSET: dict[str, Any] = _TABLES["unset"]
+OTHER_VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    name: {word: (ours, reason) for word, (ours, reason) in words.items()}
+    for name, words in _TABLES["other_values"].items()
+}
 _COUNTS: dict[str, int | str] = {"": 0, "1": 1, "*": "*"}
 # Accepted flags: number of values, and why they have no effect here, which each run reports.
 NO_EFFECT = {

@@ -163,7 +163,13 @@ def print_sizes(config: TrainConfig, vocab: int, ranks_here: int) -> str:
     if config.training.micro_batch_size == "auto":
         micro = "the micro-batch is found at the start"
     show(f"one step: {tokens:,} tokens, {_large(flops)}, {micro}")
-    total = (config.samples or config.steps * config.global_batch) * seq
+    if len(config.sample_lengths) > 1:
+        lengths = config.sample_lengths
+        show(
+            f"samples grow from {lengths[0]:,} to {lengths[-1]:,} tokens in {len(lengths):,} lengths; "
+            f"the last begins after {config.sample_lengths_end:,} steps"
+        )
+    total = round(config.tokens_of(config.samples or config.steps * config.global_batch))
     show(f"the run: {config.steps:,} steps, {total:,} tokens")
 
     # Layout and memory

@@ -93,7 +93,7 @@ class Guard:
     def locate(self, step: Submitted, has_loss: bool) -> Origin:
         try:
             # No step keeps its batch, which is read from disk again.
-            batches = self.feed.read_again(step.consumed - step.size)
+            batches = self.feed.read_again(step.consumed - step.size, step.iteration - 1)
             return find_origin(self.state.net, self.state.team, batches, step.settings, has_loss)
         except Exception as error:  # a failed search must not hide why the step is not applied
             text = f"where it began was not found: {type(error).__name__}: {first_line(error)}"

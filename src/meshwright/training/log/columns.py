@@ -34,6 +34,12 @@ STEP_COLUMNS = (  # in the order of Megatron's line
     ),
     StepColumn("batch", "samples", "alike", "global batch size: {:5d}", "batch-size", True),
     StepColumn(
+        "length",
+        "tokens of each sample, if --seq-length-schedule changes it",
+        line="curriculum seqlen: {:5d}",
+        tag="seqlen/curriculum_seqlen",
+    ),
+    StepColumn(
         "loss",
         "mean loss of the unmasked tokens; the log shows the mean of the steps since the line before",
         "summed",

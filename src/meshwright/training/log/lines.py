@@ -23,10 +23,21 @@ class RunSizes:
     sequence: int  # tokens of a sample
     micro_batch: int  # samples of one micro-batch of every replica together
     devices: int
-    flops_per_token: float
+    flops_per_token: float  # of a whole sample
     peak: float | None  # FLOP/s of a device, if known
     iteration: int = 0  # steps that earlier attempts have done
     consumed: int = 0  # samples of these steps
+    # FLOPs of a token by the length of the sample, with --seq-length-schedule
+    shorter: dict[int, float] = field(default_factory=dict)
+
+    def tokens(self, step: dict[str, Any]) -> int:
+        """Return the tokens of a step by its columns."""
+        return int(step["batch"] * step.get("length", self.sequence))
+
+    def flops(self, step: dict[str, Any]) -> float:
+        """Return the FLOPs of a step by its columns."""
+        each = self.shorter.get(step.get("length", self.sequence), self.flops_per_token)
+        return self.tokens(step) * each
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,12 @@ class Interval:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.samples_per_second * self.run.sequence
+        return sum(map(self.run.tokens, self.steps)) / self.seconds
 
     @property
     def flops(self) -> float:
         """FLOP/s of each device."""
-        return self.tokens_per_second * self.run.flops_per_token / self.run.devices
+        return sum(map(self.run.flops, self.steps)) / self.seconds / self.run.devices
 
     @property
     def mfu(self) -> float | None:
@@ -75,7 +86,9 @@ class Interval:
         left: float = (run.steps - self.iteration) * self.steps[-1]["batch"]
         if run.samples:
             left = run.samples - self.consumed
-        return max(left / self.samples_per_second, 0)
+        # While samples grow, those to come are taken to be whole ones.
+        longer: float = self.run.sequence / self.steps[-1].get("length", self.run.sequence)
+        return max(left * longer / self.samples_per_second, 0)
 
     def in_megatrons_form(self) -> str:
         last = self.steps[-1]

@@ -180,8 +180,8 @@ class Metrics:
         self.iteration = iteration
 
         # Write the row, and draw the curves from it.
-        tokens = batch * self.run.sequence / seconds
-        flops = tokens * self.run.flops_per_token / self.run.devices
+        tokens = self.run.tokens(values) / seconds
+        flops = self.run.flops(values) / seconds / self.run.devices
         row = values | {
             "ms": round(seconds * 1e3, 3),
             "tokens_per_second": round(tokens, 1),

@@ -381,7 +381,7 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
     c = run.config
     m, o, seq = c.model, c.optimizer, c.data.seq_length or 0
     shape = f"{m.num_layers} layers of {m.hidden_size}, {m.num_attention_heads} heads"
-    tokens = (c.samples or c.steps * c.global_batch) * seq
+    tokens = round(c.tokens_of(c.samples or c.steps * c.global_batch))
     tokenizer = run.vocabulary.tokenizer
     tokenizer_name = tokenizer.name if tokenizer is not None else "none"
     precision = c.precision.dtype
@@ -424,6 +424,9 @@ def describe_batch(c: TrainConfig) -> str:
     batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
     if c.batch(0) < c.global_batch:
         return f"{c.batch(0):,} sequences, growing to {batch}"
+    if len(c.sample_lengths) > 1:
+        first, last = c.sample_lengths[0], c.sample_lengths[-1]
+        return f"{batch}; of each the first {first:,} tokens, growing to {last:,}"
     return batch
 
 
