@@ -118,11 +118,12 @@ def synchronize() -> None:
 def run_ours(depth: int, args: argparse.Namespace) -> dict[str, float]:
     """Run `meshwright train` for some steps; return its figures."""
     folder = args.out / f"ours-{depth}"
+    # The length of the whole run decides about the batch; the run ends early.
     flags = (
         f"--recipe modern --depth {depth} --seq-length {LENGTH} --vocab-size {VOCAB} --mock-data"
     )
     flags += (
-        f" --train-iters {args.steps + 4} --eval-iters 0 --log-interval 1 --bf16 --no-tensorboard"
+        f" --exit-interval {args.steps + 4} --eval-iters 0 --log-interval 1 --bf16 --no-tensorboard"
     )
     flags += " --fp8-format hybrid" * args.fp8 + (f" {args.ours}" if args.ours else "")
     words = [sys.executable, "-m", "meshwright", "train", *flags.split(), "--run-dir", str(folder)]
