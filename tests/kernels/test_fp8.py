@@ -155,6 +155,33 @@ def test_products(hybrid, biased):
     assert 0.01 < error < (0.08 if hybrid else 0.05)
 
 
+def test_each_tensor_has_a_scale_of_its_own():
+    """Also where others are cast between a tensor's forward and backward pass."""
+    _, product, weight, _, x, grad = network(Recipe(hybrid=True, is_tensorwise=True))
+    outputs = [product(x * factor, weight) for factor in (1.0, 100.0, 1e-3)]
+    q_w, q_g = emulated(weight.detach(), E4M3), emulated(grad.flatten(0, 1), E5M2)
+    for factor, y in zip((1.0, 100.0, 1e-3), outputs, strict=True):
+        q_x = emulated((x.detach() * factor).flatten(0, 1), E4M3)
+        torch.testing.assert_close(
+            y.detach().flatten(0, 1).float(), q_x @ q_w.t(), rtol=2**-7, atol=1e-5 * factor
+        )
+        weight.grad = None
+        y.backward(grad)
+        torch.testing.assert_close(weight.grad.float(), q_g.t() @ q_x, rtol=2**-7, atol=1e-7)
+
+
+def test_scales_of_single_tensors_are_not_kept():
+    scales, product, weight, _, x, grad = network(Recipe(is_tensorwise=True))
+    product(x, weight).backward(grad)
+    scales.update()
+    assert scales.is_settled  # CUDA graphs may record the next step
+    (name,) = scales.state()["scales"]
+    assert name.endswith(".weight")
+    # What delayed scales have saved is of no use here, nor the other way round.
+    delayed, *_ = network(Recipe())
+    assert delayed.state()["recipe"] != scales.state()["recipe"]
+
+
 def test_weight_gradients_go_into_the_total():
     _, product, weight, _, x, grad = network()
     product(x, weight).backward(grad)

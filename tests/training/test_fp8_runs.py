@@ -8,7 +8,9 @@ import json
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
+import stores
 from helpers import TINY_FLAGS, read_losses
 from meshwright.__main__ import main
 from meshwright.base import device as devices
@@ -16,7 +18,9 @@ from meshwright.base.errors import UserError
 from meshwright.checkpoint.publish import step_folder
 from meshwright.config import flags
 from meshwright.config.schema import Precision, TrainConfig
-from on_ranks import environments, run_programs
+from meshwright.kernels.fp8 import Recipe, Scales
+from meshwright.parallel.layout import Layout, connect
+from on_ranks import environments, run_programs, run_ranks
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
@@ -53,13 +57,15 @@ def losses(tmp_path_factory):
 
 
 @pytest.mark.flag(
-    """fp8_format fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 num_layers_at_start_in_bf16
+    """fp8_format fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
+    num_layers_at_start_in_bf16
     num_layers_at_end_in_bf16"""
 )
 @pytest.mark.parametrize(
     "more",
     [
         ["--fp8-format=e4m3"],
+        ["--fp8-recipe=tensorwise"],
         ["--fp8-margin=3"],  # a power of 2 changes only what is clamped or underflows
         HISTORY,
         HISTORY[:2],
@@ -175,6 +181,53 @@ def test_how_it_is_run_changes_nothing(run, losses, monkeypatch, more):
     assert run(*FP8, *more.split()).losses == losses
 
 
+def run_on_two_ranks(folder, argv):
+    script = folder / "fp8.py"
+    script.write_text(
+        "import sys\nfrom meshwright.base import device\nfrom meshwright.__main__ import main\n"
+        "device.has_fp8 = lambda device: True\nsys.exit(main(['train', *sys.argv[1:]]))\n"
+    )
+    words = [*TINY_FLAGS, *FP8, *argv]
+    statuses, outputs = run_programs(script, [words] * 2, environments(2), folder)
+    assert statuses == [0, 0], outputs[0][-3000:]
+
+
+def cast_parts(dimension):
+    """Cast another part of a tensor on each rank; all must have chosen the same scale."""
+    layout = connect(Layout(**{dimension: 2}, rank=dist.get_rank()))
+    _, store = stores.make(layout=layout)
+    scales = Scales(Recipe(is_tensorwise=True), stores.CPU)
+    scales.add(["h.0.mlp.fc"])
+    store.set_scales(scales)
+    part = torch.full((16, 16), 1.0 + 7 * layout.rank)
+    assert scales.cast(0, part, True, True).inverse == 8 / 448
+
+
+@pytest.mark.parametrize("dimension", ["tp", "cp"])
+def test_ranks_that_share_a_tensor_choose_one_scale(dimension):
+    run_ranks(cast_parts, 2, dimension)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        # A rank's micro-batches are those of one process; others divide each of them.
+        ("--zero-stage=1 --micro-batch-size=1", 1e-4),
+        ("--tensor-model-parallel-size=2 --sequence-parallel --micro-batch-size=1", 2e-3),
+        ("--context-parallel-size=2 --micro-batch-size=1", 2e-3),
+    ],
+    ids=["data", "tensor", "context"],
+)
+def test_scales_of_single_tensors_are_the_same_on_ranks_that_share_one(tmp_path, layout, tolerance):
+    argv = ["--fp8-recipe=tensorwise", "--train-iters=4", "--micro-batch-size=1"]
+    alone = [*TINY_FLAGS, *FP8, *argv, "--run-dir", str(tmp_path / "one")]
+    assert main(["train", *alone]) == 0
+    run_on_two_ranks(tmp_path, [*argv, *layout.split(), "--run-dir", str(tmp_path / "two")])
+    one, two = read_losses(tmp_path / "one"), read_losses(tmp_path / "two")
+    assert two == pytest.approx(one, abs=tolerance) and len(one) == 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
@@ -186,22 +239,8 @@ def test_how_it_is_run_changes_nothing(run, losses, monkeypatch, more):
 )
 def test_layouts_have_the_same_scales(tmp_path, whole, layout):
     """Two ranks of a sample each multiply as one with two; only the order of sums differs."""
-    script = tmp_path / "fp8.py"
-    script.write_text(
-        "import sys\nfrom meshwright.base import device\nfrom meshwright.__main__ import main\n"
-        "device.has_fp8 = lambda device: True\nsys.exit(main(['train', *sys.argv[1:]]))\n"
-    )
-    argv = [
-        *TINY_FLAGS,
-        *FP8,
-        *HISTORY,
-        "--train-iters=8",
-        "--micro-batch-size=1",
-        *layout.split(),
-    ]
-    argv += ["--save", str(tmp_path / "two")]
-    statuses, outputs = run_programs(script, [argv] * 2, environments(2), tmp_path)
-    assert statuses == [0, 0], outputs[0][-3000:]
+    argv = [*HISTORY, "--train-iters=8", "--micro-batch-size=1", *layout.split()]
+    run_on_two_ranks(tmp_path, [*argv, "--save", str(tmp_path / "two")])
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(whole), abs=2e-3)
     one, two = (
         json.loads((step_folder(x, 8) / "state.json").read_text())["fp8"]

@@ -66,6 +66,7 @@ RECOMPUTED: dict[str, Any] = {
 SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
 LOSS_SCALE: dict[str, Any] = {"needs": "--fp16", "docs": "schedules"}
 FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
+FP8_DELAYED: dict[str, Any] = {"needs": "--fp8-format, with delayed scales", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
 MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune", "absent": None, "only_trains": True}
 # where ranks are, and how they meet
@@ -1032,19 +1033,18 @@ class Precision:
     )
     fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = flag(
         "delayed",
-        "fp8 scales: one a tensor, from earlier steps",
-        only=("delayed",),
-        needs="--fp8-format",
-        proof="",
+        "fp8 scales, one a tensor: delayed, from earlier steps, or tensorwise, from its own numbers",
+        only=("delayed", "tensorwise"),
+        **FP8,
     )
     fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", proof="", **FP8)
     fp8_amax_history_len: int = flag(
-        1, "steps whose largest values are kept for fp8 scales", bound=">0", **FP8
+        1, "steps whose largest values are kept for fp8 scales", bound=">0", **FP8_DELAYED
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
         "most_recent",
         "largest value that decides an fp8 scale: the latest, or the largest kept",
-        **FP8,
+        **FP8_DELAYED,
     )
     first_last_layers_bf16: bool = flag(
         False, "multiply the first and last layers in bfloat16", proof="", **FP8

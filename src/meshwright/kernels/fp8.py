@@ -12,9 +12,10 @@ the largest absolute values (amax) of earlier steps,
 
 so the cast reads a tensor only once. Weights take their own amax, because those that start at zero
 double in a step. Other tensors take their own at their first use, anew in each step until they are
-not all zeros: projections that start at zero make most gradients of the first steps zero. Formats
-are e4m3 (4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits,
-57,344).
+not all zeros: projections that start at zero make most gradients of the first steps zero. With
+*tensorwise* scales every tensor takes its own each time: another pass over memory finds the amax
+before the cast, and nothing is clamped. Formats are e4m3 (4 bits of exponent, largest 448) and, for
+gradients if the recipe says so, e5m2 (5 bits, 57,344).
 
 torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
 each tensor, and the transposed input, a byte a number, is all that is kept for backward. Where
@@ -61,6 +62,7 @@ class Recipe:
     margin: int = 0
     history: int = 1  # steps whose amaxes are kept
     uses_max: bool = False  # the largest of them, not the latest
+    is_tensorwise: bool = False  # each tensor's own amax, not those of earlier steps
 
     def format(self, role: str) -> torch.dtype:
         return E5M2 if self.hybrid and role == "gradient" else E4M3
@@ -160,7 +162,8 @@ def multiply(
 class Scales:
     """The scales of all tensors that a network multiplies in fp8, and their amaxes.
 
-    `combine`, if set, replaces amaxes by their maximum over the processes that share the layers.
+    `combine`, if set, replaces amaxes by their maximum over the processes that share the layers,
+    `combine_parts` by that over the processes that have other parts of one tensor.
     `keeps_casts` says whether weights are cast once a step, not for each use.
     All of these numbers lie 16 bytes apart, as torch._scaled_mm demands of scales.
     """
@@ -169,6 +172,7 @@ class Scales:
         self.recipe = recipe
         self.device = device
         self.combine: Callable[[Tensor], None] | None = None
+        self.combine_parts: Callable[[Tensor], None] | None = None
         self.keeps_casts = True
         self.slots: dict[str, int] = {}
         self.products: list[Fp8Product] = []
@@ -191,7 +195,8 @@ class Scales:
         self.scale = torch.ones(n, 4, device=device)
         self.inverse = torch.ones(n, 4, device=device)
         self.history = torch.zeros(n, self.recipe.history, device=device)
-        self.is_set = [False] * n  # on the host: whether a scale has been chosen
+        # On the host: whether a scale has been chosen. Tensorwise, only those of weights are kept.
+        self.is_set = [not self.is_kept(slot) for slot in range(n)]
         self.begun: set[int] = set()  # slots whose first scale was chosen in this step
         self.is_settled = True  # whether no first scale is to be chosen again
         self.steps = 0
@@ -203,9 +208,13 @@ class Scales:
 
     def cast(self, slot: int, x: Tensor, is_recorded: bool, is_transposed: bool) -> Cast:
         """Return x [N, C] in fp8; only recorded uses have a part in later scales."""
-        scale, inverse, amax = self.views[slot]
-        if not self.is_set[slot]:
-            self._begin(slot, x, is_recorded)
+        if self.is_kept(slot):
+            scale, inverse, amax = self.views[slot]
+            if not self.is_set[slot]:
+                self._begin(slot, x, is_recorded)
+        else:
+            scale, inverse = self.own_scale(slot, x)
+            is_recorded = False
         out, transposed = empty_casts(x.shape, self.format(slot), self.device, is_transposed)
         quantise(x, scale, amax if is_recorded else None, out, transposed)
         return Cast(out, transposed, inverse)
@@ -219,9 +228,9 @@ class Scales:
     ) -> tuple[Cast, Rest]:
         """Return in fp8 the matrix that `make` computes, and the rest of what it returns.
 
-        `make(None)` computes bfloat16, from which a first scale must be taken before the cast.
+        `make(None)` computes bfloat16, from which a scale of its own is taken before the cast.
         """
-        if not self.is_set[slot]:
+        if not self.is_set[slot] or not self.is_kept(slot):
             y, rest = make(None)
             return self.cast(slot, y.view(shape), is_training, is_training), rest
         # The kernel that computes the matrix writes it in fp8 itself; another one transposes it.
@@ -231,6 +240,18 @@ class Scales:
         if transposed is not None:
             transpose_into(out, transposed)
         return Cast(out, transposed, inverse), rest
+
+    def is_kept(self, slot: int) -> bool:
+        """Whether a tensor's scale is kept from step to step."""
+        return not self.recipe.is_tensorwise or ROLES[slot % 3] == "weight"
+
+    def own_scale(self, slot: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scale of a tensor's own largest number, and its inverse."""
+        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
+        if self.combine_parts is not None:
+            self.combine_parts(amax)
+        scale = self._scale_of(slice(slot, slot + 1), amax, torch.ones_like(amax))
+        return scale[0], (1 / scale)[0]
 
     def format(self, slot: int) -> torch.dtype:
         return self.recipe.format(ROLES[slot % 3])
@@ -251,15 +272,18 @@ class Scales:
             self.begun.add(slot)
 
     def _choose(self, slots: slice, amax: Tensor, otherwise: Tensor) -> None:
-        """Set scales from amaxes; one of 0, or not finite, says nothing."""
+        scale = self._scale_of(slots, amax, otherwise)
+        self.scale[slots, 0] = scale
+        self.inverse[slots, 0] = 1 / scale
+
+    def _scale_of(self, slots: slice, amax: Tensor, otherwise: Tensor) -> Tensor:
+        """Return the scales of amaxes; one of 0, or not finite, says nothing."""
         scale = self.largest[slots] / amax
         scale = scale * 2.0**-self.recipe.margin
         # Up to 2^100, so that neither a scale nor its inverse leaves float32's range.
         scale = scale.clamp(max=2.0**100)
         is_known = (amax > 0) & amax.isfinite()
-        scale = torch.where(is_known, scale, otherwise)
-        self.scale[slots, 0] = scale
-        self.inverse[slots, 0] = 1 / scale
+        return torch.where(is_known, scale, otherwise)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -329,13 +353,13 @@ class Scales:
 
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
-        names = ("is_set", "begun", "is_settled", "steps", "combine")
+        names = ("is_set", "begun", "is_settled", "steps", "combine", "combine_parts")
         kept = {name: copy.copy(getattr(self, name)) for name in names}
         tensors = self.tensors()
         before = [x.clone() for x in tensors]
         casts = [each.cast for each in self.products]
         if not is_shared:
-            self.combine = None
+            self.combine = self.combine_parts = None
         try:
             yield
         finally:
@@ -358,7 +382,7 @@ class Scales:
         rows = torch.cat([self.scale[:, :1], self.history], 1).tolist()
         mine: dict[str, list[float]] = {}
         for name, slot in self.slots.items():
-            if self.is_set[slot]:
+            if self.is_set[slot] and self.is_kept(slot):
                 mine[name] = rows[slot]
         everyone: dict[str, list[float]] = {}
         for some in gather(mine):
@@ -370,7 +394,7 @@ class Scales:
         if not state or state["recipe"] != self._kind():
             return
         self.steps = state.get("steps", BEGINNING)
-        self.is_set = [False] * len(self.is_set)
+        self.is_set = [not self.is_kept(slot) for slot in range(len(self.is_set))]
         self.begun.clear()
         self.scale.fill_(1.0)  # in place, where CUDA graphs read it
         self.history.zero_()
@@ -391,7 +415,10 @@ class Scales:
 
     def _kind(self) -> dict[str, Any]:
         """Return what of the recipe a saved scale depends on."""
-        return {"hybrid": self.recipe.hybrid, "margin": self.recipe.margin}
+        kind: dict[str, Any] = {"hybrid": self.recipe.hybrid, "margin": self.recipe.margin}
+        if self.recipe.is_tensorwise:
+            kind["tensorwise"] = True
+        return kind
 
 
 class Fp8Product:
@@ -449,14 +476,22 @@ class Fp8Product:
         return multiply(x.rows, weight.rows, (x.inverse, weight.inverse), dtype, flat)
 
     def differentiate(
-        self, grad: Cast, transposed: Tensor, parameter: Tensor, dtype: torch.dtype
+        self,
+        grad: Cast,
+        transposed: Tensor,
+        inverse: Tensor,
+        parameter: Tensor,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the input, which is kept `transposed`, and of the weight."""
+        """Return the gradients of the input and of the weight.
+
+        The input is kept `transposed`, with the inverse of its scale.
+        """
         self.know(parameter)
         weight = self.weight(is_transposed=True)
         assert weight.transposed is not None and grad.transposed is not None
         back = multiply(grad.rows, weight.transposed, (grad.inverse, weight.inverse), dtype)
-        inverses = grad.inverse, self.scales.views[self.first][1]
+        inverses = grad.inverse, inverse
         return back, give_gradient(parameter, grad.transposed, transposed, inverses)
 
 
@@ -475,6 +510,8 @@ class _Multiply(torch.autograd.Function):
         # A byte a number: all that backward needs of the input.
         if is_training:
             ctx.save_for_backward(q.transposed)
+        # Not saved: autograd would take a scale that is set for a write to what it keeps.
+        ctx.inverse = q.inverse
         ctx.product = product
         ctx.parameter = parameter
         ctx.bias = bias
@@ -486,7 +523,9 @@ class _Multiply(torch.autograd.Function):
         product = ctx.product
         flat = grad.reshape(-1, grad.shape[-1])
         q = product.scales.cast(product.first + 2, flat, True, True)
-        of_x, of_weight = product.differentiate(q, transposed, ctx.parameter, grad.dtype)
+        of_x, of_weight = product.differentiate(
+            q, transposed, ctx.inverse, ctx.parameter, grad.dtype
+        )
         of_x = of_x.view(*grad.shape[:-1], -1)
         return of_x, of_weight, of_bias(ctx, grad), None, None
 

@@ -109,6 +109,7 @@ class _Front(NamedTuple):
             pending.dtype,
         )
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
+        ctx.inverse = y.inverse
         out = product.multiply(y, bias, weight.dtype)
         return x, out, [x, *of_rows, operands.rows, weight, y.transposed]
 
@@ -124,7 +125,9 @@ class _Front(NamedTuple):
         """Return its tensors' gradients from those of x and its output, q with partial sums."""
         x, *saved, transposed = tensors
         added, weight, shift, parameter, bias = ctx.parameters[:5]
-        dy, of_parameter = self.product.differentiate(q, transposed, parameter, weight.dtype)
+        dy, of_parameter = self.product.differentiate(
+            q, transposed, ctx.inverse, parameter, weight.dtype
+        )
         of_bias = None if partials is None else gradients.from_columns(bias, partials)
         needs_added, needs_weight, needs_shift = needed[2:5]
         vectors = [
@@ -200,6 +203,7 @@ class _NormMLP(torch.autograd.Function):
         # The activation is written for the second product only; bfloat16 never reaches memory.
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.transposed)
+        ctx.proj_inverse = a.inverse
         ctx.front = front
         ctx.proj = proj
         ctx.kind = kind
@@ -218,7 +222,7 @@ class _NormMLP(torch.autograd.Function):
         if not ctx.needs_input_grad[-1]:
             bias = None
         of_bias = gradients.from_rows(bias, grad)
-        da, of_weight = proj.differentiate(q, transposed, weight, grad.dtype)
+        da, of_weight = proj.differentiate(q, transposed, ctx.proj_inverse, weight, grad.dtype)
         # The activation, whose input is the first product's output.
         # The arguments: four that are no tensors, seven of the front, the second product's.
         needed = ctx.needs_input_grad[4:11]

@@ -50,6 +50,7 @@ def attach_fp8(parts: Sequence[Any], p: Precision, device: torch.device) -> Scal
         p.fp8_margin,
         p.fp8_amax_history_len,
         p.fp8_amax_compute_algo == "max",
+        p.fp8_recipe == "tensorwise",
     )
     scales = Scales(recipe, device)
     for name, product in scales.add(found).items():

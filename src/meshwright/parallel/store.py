@@ -457,6 +457,15 @@ class Store:
 
         if scales is not None and groups:
             scales.combine = combine
+        # Ranks of these groups may have parts of one tensor of a micro-batch.
+        sharing = [group for name in ("tp", "cp") if (group := self.layout.group(name)) is not None]
+
+        def combine_parts(amax: Tensor) -> None:
+            for group in sharing:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+
+        if scales is not None and sharing:
+            scales.combine_parts = combine_parts
 
     # Statistics for the log
 
