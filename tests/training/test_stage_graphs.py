@@ -1,15 +1,28 @@
 """CUDA graphs of a pipeline rank: the same numbers as without, by a stand-in and on GPUs."""
 
+import collections
+import concurrent.futures
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers import TINY_FLAGS, read_rows
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
+from meshwright.data.loader import Batch
+from meshwright.model.gpt import initialise
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.pipeline_schedule import schedule
+from meshwright.training import graphs, network
+from meshwright.training.network import Spec, build_network
+from meshwright.training.step import StepSettings, train_step
 from on_ranks import environments, run_programs
 
 TESTS = Path(__file__).parents[1]
@@ -117,3 +130,109 @@ def test_two_gpus(tmp_path, flags):
             [r[n] for n in ("loss", "grad_norm", "skipped")] for r in read_rows(tmp_path / how)
         ]
     assert rows["on"] == rows["off"] != []
+
+
+class Post:
+    """Messages between two ranks that are threads of this process, of which one runs at a time."""
+
+    def __init__(self):
+        self.turn = threading.Condition()
+        self.messages = collections.defaultdict(collections.deque)
+
+    def send(self, key, tensor):
+        self.messages[key].append(tensor.clone())
+        self.turn.notify_all()
+
+    def receive(self, key):
+        assert self.turn.wait_for(lambda: self.messages[key], timeout=60), key
+        return self.messages[key].popleft()
+
+
+class Arrived:
+    """A message's work that is done."""
+
+    def wait(self):
+        pass
+
+
+class LocalPipeline(Pipeline):
+    """A pipeline whose stages are in one process."""
+
+    post = None
+
+    def open(self, device):
+        pass
+
+    def _send(self, x, stage, way):
+        self.post.send((stage, way), x)
+        return Arrived()
+
+    def _receive(self, action, tokens):
+        part = self.parts[action.chunk]
+        if part.has_embedding if action.op == "F" else part.has_head:
+            return None
+        way = 1 if action.op == "F" else -1
+        return self.post.receive((self.stages[action.chunk] - way, way))
+
+
+def steps_of_both_stages(monkeypatch, flags, how):
+    """Take steps of two stages; return each step's numbers and the weights at the end."""
+    argv = [*TINY_FLAGS, *SMALL, *flags.split(), "--world-size=2", "--device=cuda"]
+    config = parse_settings(TrainConfig, argv, "meshwright train", check=False).config
+    post = Post()
+    monkeypatch.setattr(network, "Pipeline", LocalPipeline)
+    monkeypatch.setattr(LocalPipeline, "post", post)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(graphs, "on_all", lambda *given: "".join(ask() for ask in given[2:]))
+    monkeypatch.setattr(
+        network.graph_rule, "reason_against", lambda *_: None if how == "on" else "off"
+    )
+    stream = torch.cuda.Stream()
+    monkeypatch.setattr(network.devices, "new_stream", lambda device: stream)
+    nets = []
+    for rank in range(2):
+        spec = Spec(config, Layout(pp=2, rank=rank), torch.device("cuda"), 500, 512)
+        net = build_network(spec)
+        net.stream = stream
+        net.store.initialise(lambda masters: initialise(masters, config.model, 500, 1))
+        net.store.publish_weights()
+        nets.append(net)
+    numbers = {0: [], 1: []}
+
+    def train(net, rank):
+        random = torch.Generator().manual_seed(1)
+        with post.turn:
+            for i, count in enumerate([8, 8, 8, 8, 4, 8, 4, 4, 4, 8]):
+                x = torch.randint(0, 500, (count, 2, 128), generator=random)
+                ids = torch.arange(2) + 100 * i
+                batches = [
+                    Batch(y, y.roll(1, 1), ids + 2 * n, first_sample=100 * i + 2 * n)
+                    for n, y in enumerate(x)
+                ]
+                settings = StepSettings(1, 1e-3 / (i + 1), 0.1, scale=float(2 ** (i % 3)))
+                numbers[rank].append(train_step(net, batches, settings).tolist())
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for task in [threads.submit(train, net, rank) for rank, net in enumerate(nets)]:
+            task.result()
+    for net in nets:
+        assert net.graphs is None or (net.graphs.why_off == "" and net.graphs.captured)
+    return numbers, [net.store.master.clone() for net in nets]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{PP2} --bf16",
+        f"{PP2} --fp16 --recompute-granularity=full",
+        f"{INTERLEAVED} --bf16 --recompute-granularity=selective",
+        f"{PP2} --bf16 --fp8-format=hybrid --hidden-size=256 --pipeline-schedule=gpipe",
+        f"{PP2} --bf16 --fp8-format=hybrid --fp8-recipe=tensorwise --hidden-size=256",
+        f"{PP2} --bf16 --optimizer=muon --attention-dropout=0",
+    ],
+)
+def test_both_stages_on_one_gpu(monkeypatch, flags):
+    plain, graphed = (steps_of_both_stages(monkeypatch, flags, how) for how in ("off", "on"))
+    assert plain[0] == graphed[0]
+    assert all(map(torch.equal, plain[1], graphed[1]))
