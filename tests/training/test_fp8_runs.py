@@ -97,7 +97,6 @@ def test_which_layers():
     ]
 
 
-@pytest.mark.flag("fp8_recipe")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
