@@ -1,4 +1,7 @@
-"""CUDA graphs of the passes with ZeRO 3: the same numbers as without, on one GPU and on two."""
+"""CUDA graphs of the passes with ZeRO 3: the same numbers as without, on one GPU and on two.
+
+What their Python code must see to is tested on a CPU, with a stand-in for the graphs.
+"""
 
 import subprocess
 import sys
@@ -6,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from helpers import TINY_FLAGS, free_port, read_rows
 from meshwright.config.flags import parse_settings
@@ -15,6 +19,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.training import network
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
+from meshwright.training.validation import evaluate
 
 SIZES = "--num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --max-position-embeddings 128"
 FLAGS = f"{SIZES} --hidden-dropout 0.1 --attention-dropout 0.1 --device cuda --zero-stage 3"
@@ -24,10 +29,71 @@ FLAGS = f"{SIZES} --hidden-dropout 0.1 --attention-dropout 0.1 --device cuda --z
 def one_rank():
     """Yield a layout whose only rank has groups, as those of several ranks have."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1)
+    kind = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(kind, init_method=address, rank=0, world_size=1)
     world = dist.group.WORLD
     yield Layout(groups={"shard": world, "gradients": world})
     dist.destroy_process_group()
+
+
+class Recorder:
+    """Stands in for CUDA graphs: a capture and each replay run the Python code.
+
+    All of them note the modules whose weights are gathered when they begin: a graph would know
+    nothing of these.
+    """
+
+    def __init__(self, device):
+        self.gathered, self.fails = [], False
+
+    def prepare(self):
+        pass
+
+    discard = prepare
+
+    def has_room(self):
+        return True
+
+    def capture(self, run):
+        def replay():
+            self.gathered.append(gathered(self.model))
+            run()
+            if self.fails:
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        replay()
+        return replay
+
+
+def gathered(model):
+    states = {n: m._get_fsdp_state() for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    return [name for name, state in states.items() if state._fsdp_param_group.is_unsharded]
+
+
+@pytest.fixture
+def recorded(one_rank, monkeypatch):
+    """Yield a network on a CPU, whose backend is a Recorder, and a batch."""
+    monkeypatch.setattr(network.graph_rule, "reason_against", lambda *_: None)
+    monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
+    monkeypatch.setattr(network, "CudaGraphs", Recorder)
+    argv = [*TINY_FLAGS, "--zero-stage", "3"]
+    config = parse_settings(TrainConfig, argv, "meshwright train", check=False).config
+    net = build_network(Spec(config, one_rank, torch.device("cpu"), 61, 64))
+    net.store.initialise(draw)
+    (net.graphs.backend.model,) = net.parts
+    x = torch.arange(32).view(2, 16)
+    yield net, Batch(x, x + 1, torch.arange(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one rank's group is NCCL's")
+def test_no_weight_is_gathered_when_a_pass_is_captured_or_replayed(recorded):
+    net, batch = recorded
+    for _ in range(4):
+        train_step(net, [batch, batch], StepSettings(1, 1e-2, 0.1))
+        evaluate(net, iter([[batch]]))
+        assert gathered(net.parts[0])  # else this shows nothing
+    # Two captures, and two replays in each of two steps.
+    assert net.graphs.backend.gathered == [[]] * 6
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -60,6 +126,9 @@ def test_one_gpu(one_rank, monkeypatch, flags):
         settings = StepSettings(1, 1e-3 / (i + 1), 0.1, scale=1024.0 if "fp16" in flags else 1.0)
         plain, graphed = (train_step(net, batches, settings) for net in nets)
         assert torch.equal(plain, graphed), i
+        # A validation leaves weights gathered, which the next one must not use.
+        plain_loss, graphed_loss = (evaluate(net, iter([batches])) for net in nets)
+        assert plain_loss == graphed_loss, i
         for name, parameter in nets[0].store.parameters.items():
             other = nets[1].store.parameters[name]
             assert torch.equal(parameter.to_local(), other.to_local()), (i, name)
@@ -92,7 +161,8 @@ def test_two_gpus(tmp_path, more):
             "1e-3",
         ]
         words += (
-            "--micro-batch-size 2 --global-batch-size 12 --train-iters 10 --eval-iters 1".split()
+            "--micro-batch-size 2 --global-batch-size 12 --train-iters 10 "
+            "--eval-iters 1 --eval-interval 2".split()
         )
         words += ["--cuda-graphs", how, "--run-dir", str(tmp_path / how)]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -102,4 +172,6 @@ def test_two_gpus(tmp_path, more):
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert (how == "off") == ("CUDA graphs: off" in done.stdout), done.stdout
         rows[how] = [[r[n] for n in ("loss", "grad_norm")] for r in read_rows(tmp_path / how)]
+        # The validations between steps leave weights gathered.
+        rows[how] += [r["loss"] for r in read_rows(tmp_path / how, "validation")]
     assert rows["on"] == rows["off"] != []

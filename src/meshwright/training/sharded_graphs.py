@@ -1,7 +1,8 @@
 """CUDA graphs of the passes with ZeRO 3: torch's fully_shard gathers and frees weights within them.
 
 All that fully_shard does between the passes of a step, it does in each step alike, on streams that
-begin and end with the step's own. The update follows as usual: its kernels are few, and torch's
+begin and end with the step's own. So whenever a pass is captured or replayed, it must begin with no
+weight gathered, as it also ends. The update follows as usual: its kernels are few, and torch's
 optimizers take numbers from the host.
 """
 
@@ -49,6 +50,12 @@ class ShardedGraphs(Graphs):
         heartbeat.enter("optimizer")
         update_weights(net, captured.numbers if store.reads_tensors else numbers[-1], self.totals)
         return True
+
+    def find(self, net: Network, batches: list[Batch], seed: int) -> Captured | None:
+        # A forward pass without a backward pass, as in a validation, leaves its last weights
+        # gathered. A capture would take them as they are; a replay would leave them out of date.
+        self.store.forget_gathered()
+        return super().find(net, batches, seed)
 
     def record(self, net: Network, batches: list[Batch], seed: int) -> Captured:
         passes = super().record(net, batches, seed)
