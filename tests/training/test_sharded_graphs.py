@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from helpers import TINY_FLAGS, free_port, read_rows
 from meshwright.config.flags import parse_settings
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.parallel.layout import Layout
@@ -94,6 +95,17 @@ def test_no_weight_is_gathered_when_a_pass_is_captured_or_replayed(recorded):
         assert gathered(net.parts[0])  # else this shows nothing
     # Two captures, and two replays in each of two steps.
     assert net.graphs.backend.gathered == [[]] * 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one rank's group is NCCL's")
+def test_a_failed_capture_ends_the_run(recorded):
+    net, batch = recorded
+    net.graphs.backend.fails = True
+    settings = StepSettings(1, 1e-2, 0.1)
+    for _ in range(2):
+        train_step(net, [batch], settings)
+    with pytest.raises(SettingsError, match="cannot go on.*cuda.graphs"):
+        train_step(net, [batch], settings)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

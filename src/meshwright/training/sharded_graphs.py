@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.config.problem import SettingsError
 from meshwright.data.loader import Batch
 from meshwright.runtime.ranks.heartbeat import heartbeat
-from meshwright.training.graphs import Captured, Graphs, shape_of
+from meshwright.training.graphs import Captured, Graphs, StepShape, shape_of
 from meshwright.training.micro_step import (
     Network,
     Position,
@@ -34,6 +35,8 @@ class CapturedPasses(Captured):
 
 class ShardedGraphs(Graphs):
     """The captured passes of a run whose weights are sharded."""
+
+    has_begun = False  # whether a capture has run any of fully_shard's code
 
     def replay(
         self, net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int
@@ -57,7 +60,20 @@ class ShardedGraphs(Graphs):
         self.store.forget_gathered()
         return super().find(net, batches, seed)
 
+    def capture(self, kind: StepShape, net: Network, batches: list[Batch], seed: int) -> None:
+        self.has_begun = False
+        super().capture(kind, net, batches, seed)
+        if self.why_off and self.has_begun:
+            # fully_shard waits for the end of the pass that it was in: later ones would have no
+            # gradients.
+            raise SettingsError(
+                f"CUDA graphs: {self.why_off}, and ZeRO 3 cannot go on after that; "
+                "start again with {cuda_graphs=off}",
+                everywhere=True,
+            )
+
     def record(self, net: Network, batches: list[Batch], seed: int) -> Captured:
+        self.has_begun = True
         passes = super().record(net, batches, seed)
         store: Any = net.store
         gradients = [parameter.grad for parameter in store.parameters.values()]
