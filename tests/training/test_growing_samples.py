@@ -102,3 +102,20 @@ def test_a_limit_of_shapes_grows_with_the_lengths(run: Run) -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         assert run(LENGTHS, "--train-iters", 1).status == 0
         assert torch._dynamo.config.recompile_limit == 32 + 3
+
+
+def test_advice_about_a_decay_in_tokens(run: Run, tmp_path: Path) -> None:
+    """The decay of 900 tokens ends within the 20th step: its samples and steps are no flag's."""
+    words = ["--seq-length-schedule=0:4 4:8 8:16", "--train-tokens=1000", "--train-iters=none"]
+    words += [
+        "--eval-iters=0",
+        "--save",
+        str(tmp_path / "saved"),
+        "--load",
+        str(tmp_path / "saved"),
+    ]
+    assert run(*words, "--lr-decay-tokens=900", "--exit-interval=2").status == 0
+    other = run(*words, "--lr-decay-tokens=950")
+    assert other.status and "--lr-decay-tokens 900 keeps the checkpoint's" in other.err
+    kept = run(*words, "--lr-decay-tokens=900", "--lr-warmup-iters=20")
+    assert kept.status and "shorten it to 19 or less" in kept.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from meshwright.config.check_values import out_of_bounds
@@ -330,7 +331,7 @@ def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
         flag = warmups[0]
         text = f"the warm-up of {length(c.warmup_samples)} is not below the decay's {length(c.decay_samples)}"
         text += "; shorten it"
-        fitting = (c.decay_samples - 1) // c.global_batch
+        fitting = math.ceil(c.decay_samples / c.global_batch) - 1
         if flag == "lr_warmup_iters" and fitting > 0:
             text += f" to {fitting} or less"
         out.append(Problem((flag,), f"{{{flag}}}: {text}"))

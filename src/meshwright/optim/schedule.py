@@ -42,7 +42,7 @@ class Schedule:
     lengths_batch: int = 0
     warmup_unit: str = "samples"
 
-    def _at(self, samples: float) -> float:
+    def counted(self, samples: float) -> float:
         """Return the tokens that so many samples give, or their number where it is what counts."""
         if not self.lengths:
             return samples
@@ -50,7 +50,7 @@ class Schedule:
 
     def lr(self, samples: float) -> float:
         # Megatron's formulas, in its order of operations.
-        now, warmup = self._at(samples), self._at(self.warmup)
+        now, warmup = self.counted(samples), self.counted(self.warmup)
         if self.warmup > 0 and samples <= self.warmup:
             risen, whole = (now, warmup) if self.warmup_unit == "tokens" else (samples, self.warmup)
             return self.init_lr + (self.max_lr - self.init_lr) * risen / whole
@@ -69,10 +69,10 @@ class Schedule:
         # `ratio` is the part of the fall that is over.
         if style == "WSD":  # stable, then a final decay in a style of its own
             style = self.wsd_style
-            begin = self._at(self.decay - self.wsd_samples)
-            ratio = max(now - begin, 0) / (self._at(self.decay) - begin)
+            begin = self.counted(self.decay - self.wsd_samples)
+            ratio = max(now - begin, 0) / (self.counted(self.decay) - begin)
         else:
-            ratio = (now - warmup) / (self._at(self.decay) - warmup)
+            ratio = (now - warmup) / (self.counted(self.decay) - warmup)
         if style == "exponential":
             return 2.0 * math.pow(0.5, ratio) - 1.0
         if style == "minus_sqrt":
@@ -292,7 +292,9 @@ def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainCon
     def show(x: Any) -> str:
         return f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" if value.length else f"{x}"
 
-    if name == "decay" and c.samples is not None:
+    if name == "decay" and before.lengths:
+        flags = f"{{lr_decay_tokens={before.counted(old):.0f}}} keeps the checkpoint's"
+    elif name == "decay" and c.samples is not None:
         flags = f"{{lr_decay_samples={old}}} keeps the checkpoint's"
     elif name == "decay" and old % size == 0:
         flags = f"{{lr_decay_iters={old // size}}} keeps the checkpoint's"
