@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from meshwright.model.gpt import initialise
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.pipeline_schedule import schedule
-from meshwright.training import graphs, network
+from meshwright.training import graphs, network, stage_graphs
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 from on_ranks import environments, run_programs
@@ -96,6 +97,37 @@ def test_a_capture_that_fails_on_one_rank(tmp_path):
     assert plain == graphed
     assert "CUDA graphs: off, because the capture failed" in out
     assert all("replay" not in found[1] for found in calls)
+
+
+def test_passes_of_one_number_of_micro_batches_are_kept(monkeypatch):
+    """Another number takes their room, as in a ramp-up of the batch."""
+
+    class Backend:
+        taken = False
+
+        def prepare(self):
+            pass
+
+        def has_room(self):
+            return not self.taken
+
+        def discard(self):
+            self.taken = False
+
+    def record(self, net, batches, seed):
+        self.backend.taken = True
+        return len(batches)
+
+    monkeypatch.setattr(stage_graphs.StageGraphs, "record", record)
+    store = types.SimpleNamespace(
+        device="cpu", layout=Layout(), is_settled=True, wait_for_weights=lambda: None
+    )
+    several = stage_graphs.StageGraphs(Backend(), [], store, True, 3, 16)
+    x = torch.zeros(2, 16)
+    for count in (2, 3, 2):
+        found = [several.find(None, [Batch(x, x, torch.arange(2))] * count, 1) for _ in range(4)]
+        assert found[-2:] == [count] * 2 and not several.why_off
+        assert list(several.captured.values()) == [count]
 
 
 SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --max-position-embeddings 128

@@ -28,7 +28,7 @@ from meshwright.model.positions import Positions
 from meshwright.parallel.pipeline import AutogradPasses
 from meshwright.parallel.pipeline_schedule import Action
 from meshwright.runtime.ranks.heartbeat import heartbeat
-from meshwright.training.graphs import Graphs, copy_into
+from meshwright.training.graphs import Graphs, StepShape, copy_into
 from meshwright.training.micro_step import (
     DIVISOR,
     NUMBERS,
@@ -108,13 +108,15 @@ class StageGraphs(Graphs):
             captured.update()
         return True
 
-    def record(self, net: Network, batches: list[Batch], seed: int) -> Any:
-        """Capture the passes of a step in their order, and its update.
-
-        Only steps of one number of micro-batches are kept: each pass has a graph.
-        """
+    def capture(self, kind: StepShape, net: Network, batches: list[Batch], seed: int) -> None:
+        # Only steps of one number of micro-batches are kept, because each pass has a graph. They go
+        # before it is decided whether there is room for others.
         if self.captured:
             self.release()
+        super().capture(kind, net, batches, seed)
+
+    def record(self, net: Network, batches: list[Batch], seed: int) -> Any:
+        """Capture the passes of a step in their order, and its update."""
         pipeline, store = net.pipeline, self.store
         assert pipeline is not None
         copies = [batch.copy(store.device) for batch in batches]
