@@ -138,19 +138,19 @@ def test_without_a_capture_the_steps_run_as_usual(run, recorded, prepared, reaso
     assert all(p.grad is None for p in recorder.store_parameters())
 
 
+def losses_of_tokens(logits, batch):
+    return {"loss": token_losses(logits, batch.labels, VOCAB)}
+
+
 def test_steps_of_another_shape_between_replays():
     """They run as usual, after the same warm-up become graphs too, and never mix."""
-
-    def losses(logits, batch):
-        return {"loss": token_losses(logits, batch.labels, VOCAB)}
-
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, 16), (2, 16), (2, 16), (1, 16), (2, 16), (1, 8), (1, 16), (1, 16), (2, 16)]
     m = dataclasses.replace(TINY, hidden_dropout=0.0, attention_dropout=0.0)
     nets = []
     for _ in range(2):
         model, store = make(m)
-        nets.append(Network(parts=[model], store=store, loss=losses, device=CPU))
+        nets.append(Network(parts=[model], store=store, loss=losses_of_tokens, device=CPU))
     nets[1].graphs = Recorded(None, nets[1].parts, nets[1].store, True)
     for i, shape in enumerate(shapes):
         x = torch.randint(0, VOCAB, (2, *shape), generator=generator)
@@ -163,6 +163,29 @@ def test_steps_of_another_shape_between_replays():
         assert is_equal(snapshot(nets[0].store), snapshot(nets[1].store)), i
     calls = kinds(nets[1].graphs.backend.calls)
     assert (calls.count("capture"), calls.count("replay")) == (4, 6)  # steps 3 and 9; 8
+
+
+def test_a_replay_begins_with_whole_weights():
+    """With ZeRO 1 a step that runs as usual ends while its weights are still being gathered."""
+    model, store = make()
+    net = Network(parts=[model], store=store, loss=losses_of_tokens, device=CPU)
+    net.graphs = Recorded(None, net.parts, store, True)
+    waited = []
+
+    class Gathering:
+        def wait(self):
+            waited.append(self)
+
+    x = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = Batch(x, x.roll(1, 1), torch.arange(2))
+    for _ in range(3):
+        train_step(net, [batch], StepSettings(1, 1e-2, 0.1))
+    (captured,) = net.graphs.captured.values()
+    for bucket in store.buckets.values():
+        bucket.gathering = Gathering(), None
+    captured.replays[0] = lambda: waited.append("replay")
+    train_step(net, [batch], StepSettings(1, 1e-2, 0.1))
+    assert len(waited) == len(store.buckets) + 1 and waited[-1] == "replay"
 
 
 def reason(*flags, kind="cuda", custom=False):

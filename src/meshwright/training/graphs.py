@@ -131,6 +131,8 @@ class Graphs:
             self.seen[kind] += 1
             if self.seen[kind] > WARM_UP:
                 self.capture(kind, net, batches, seed)
+        if kind in self.captured:
+            self.store.wait_for_weights()  # a step that ran as usual may still gather some
         return self.captured.get(kind)
 
     def capture(self, kind: StepShape, net: Network, batches: list[Batch], seed: int) -> None:
@@ -154,11 +156,10 @@ class Graphs:
 
         world = dist.group.WORLD if self.store.layout.world > 1 else None
         reason = on_all(world, self.store.device, find_room, try_recording)
-        if not reason:
-            return
-        self.why_off = reason
-        self.release()
-        remark(f" > CUDA graphs: off, because {reason}")
+        if reason:
+            self.why_off = reason
+            self.release()
+            remark(f" > CUDA graphs: off, because {reason}")
 
     def release(self) -> None:
         """Free all captures; the next step of each kind is captured again."""
@@ -173,8 +174,7 @@ class Graphs:
         # The first, one in the middle, and the last; with fewer micro-batches some are the same.
         replays = []
         for i in sorted({0, min(1, end), end}):
-            position = Position(is_first=i == 0, is_last=i == end)
-            arguments = net, seed, batch, numbers, self.totals, position
+            arguments = net, seed, batch, numbers, self.totals, Position(i == 0, i == end)
             replays.append(self.backend.capture(functools.partial(self.run_piece, *arguments)))
         return Captured(batch, numbers, replays)
 
