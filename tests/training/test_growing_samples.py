@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 from graphs_on_cpu import Recorder, stand_in
-from helpers import SMALL_FLAGS, TinyRun, printed_losses, read_rows
+from helpers import SMALL_FLAGS, TINY_FLAGS, TinyRun, printed_losses, read_rows
 from meshwright.__main__ import main
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import DocumentEnds, Loader, LoaderSpec, Mock
+from meshwright.model import counts
 from meshwright.training.log.lines import Interval, RunSizes
+from meshwright.training.setup import sizes_of_run
 
 LENGTHS = "--seq-length-schedule=0:4 2:8 4:16"
 Run = Callable[..., TinyRun]
@@ -68,6 +73,28 @@ def test_tokens_and_operations_of_an_interval() -> None:
     interval = Interval(sizes, 3, 12, 1e-3, steps, seconds=2.0, memory=None)
     assert interval.tokens_per_second == 4 * (4 + 8 + 16) / 2
     assert interval.flops == 4 * (4 * 40 + 8 * 60 + 16 * 100) / 2 / 2
+
+
+def test_the_time_left_is_that_of_samples_of_the_last_length() -> None:
+    """That may be below --seq-length: samples then stay shorter."""
+    argv = [*TINY_FLAGS, "--seq-length-schedule=0:4 4:8"]
+    config = parse_settings(TrainConfig, argv, "meshwright train", check=False).config
+    state: Any = types.SimpleNamespace(
+        recorded=config,
+        config=config,
+        padded=64,
+        total_steps=lambda: 10,
+        team=types.SimpleNamespace(size=1),
+        net=types.SimpleNamespace(device=torch.device("cpu")),
+        progress=types.SimpleNamespace(iteration=0, consumed_train_samples=0),
+    )
+    sizes = sizes_of_run(state)
+    for length, longer in ((4, 2), (8, 1)):
+        # Of 10 steps of 4 samples, 8 are done, the last of them in a second.
+        steps = [{"batch": 4, "length": length}]
+        interval = Interval(sizes, 8, 32, 1e-3, steps, seconds=1.0, memory=None)
+        assert interval.seconds_left == 2 * longer
+        assert interval.flops == 4 * length * counts.flops_per_token(config.model, 64, length, None)
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])

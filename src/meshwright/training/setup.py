@@ -373,8 +373,8 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
 
 def sizes_of_run(state: State) -> RunSizes:
     """Return the size of a run whose state is loaded."""
-    c, length = state.recorded, state.config.data.seq_length
-    assert length
+    c = state.recorded
+    length = c.sample_lengths[-1]
     return RunSizes(
         steps=state.total_steps(),
         samples=c.samples,

@@ -20,10 +20,10 @@ class RunSizes:
 
     steps: int  # all steps of the run
     samples: int | None  # the same in samples, with --train-samples
-    sequence: int  # tokens of a sample
+    sequence: int  # tokens of a sample, of the longest ones if samples grow
     micro_batch: int  # samples of one micro-batch of every replica together
     devices: int
-    flops_per_token: float  # of a whole sample
+    flops_per_token: float  # of a sample of that length
     peak: float | None  # FLOP/s of a device, if known
     iteration: int = 0  # steps that earlier attempts have done
     consumed: int = 0  # samples of these steps
@@ -86,7 +86,7 @@ class Interval:
         left: float = (run.steps - self.iteration) * self.steps[-1]["batch"]
         if run.samples:
             left = run.samples - self.consumed
-        # While samples grow, those to come are taken to be whole ones.
+        # While samples grow, those to come are taken to be of the last length.
         longer: float = self.run.sequence / self.steps[-1].get("length", self.run.sequence)
         return max(left * longer / self.samples_per_second, 0)
 
