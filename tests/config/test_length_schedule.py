@@ -148,7 +148,7 @@ def test_deepspeeds_file_gives_the_schedule(tmp_path: Path) -> None:
     with pytest.raises(UserError, match='"curriculum_learning" is linear:8:64:9:8, but'):
         flags.parse_settings(TrainConfig, [*words, "--seq-length-schedule=0:8"], "meshwright test")
     file.write_text(json.dumps({"curriculum_learning": given | {"max_difficulty": 128}}))
-    with pytest.raises(UserError, match="--seq-length 64 has no 128 tokens"):
+    with pytest.raises(UserError, match="its 128 tokens are above --seq-length 64"):
         flags.parse_settings(TrainConfig, words, "meshwright test")
     file.write_text(json.dumps({"curriculum_learning": given | {"schedule_type": "custom"}}))
     with pytest.raises(UserError, match='"curriculum_learning": "schedule_type" is "custom"'):

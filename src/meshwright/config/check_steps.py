@@ -219,7 +219,7 @@ def length_schedule_problems(c: TrainConfig) -> list[Problem]:
             out.append(Problem((*about, name), text))
     longest = max(c.sample_lengths)
     if d.seq_length is not None and longest > d.seq_length:
-        text = f"{flag}: {stated(d, 'seq_length')} has no {longest} tokens; let the lengths end with it"
+        text = f"{flag}: its {longest} tokens are above {stated(d, 'seq_length')}; let the lengths end with that"
         out.append(Problem((*about, "seq_length"), text))
     return out
 

@@ -301,10 +301,10 @@ class LoaderSpec:
     document_ends: DocumentEnds | None = None
     rank: int = 0  # among the `ranks` that read different samples
     ranks: int = 1
-    # of a sample's columns, by their number, those of this rank where several share the sample
+    # number of a sample's columns -> those of this rank, where several ranks share the sample
     columns: Callable[[int], slice] | None = None
     length: int | None = None  # tokens of a sample, including the last label; None: any
-    # how many of these a step, by its number from 1 on, reads of each sample; None: all
+    # number of a step, from 1 on -> how many of these tokens it reads of each sample; None: all
     length_at: Callable[[int], int | None] = lambda step: None
     packed: bool = False  # samples are [2, length]: tokens and their positions in their documents
     # where batches will be sent; for accelerators they are pinned

@@ -2,7 +2,7 @@
 
 `advance` reads the gradients and returns what Newton-Schulz orthogonalises after `normalise`;
 `subtract` subtracts the result from the weights, and may write their copies in the network's format
-too, which saves reading them again for it. `advance` and `subtract` leave everything as it
+too, for which nobody then has to read them again. `advance` and `subtract` leave everything as it
 was if `skipped` is not 0, which the host never reads. On CUDA each is one Triton kernel over all
 matrices; the plain references of these two take one matrix after the other. As in torch, the update
 is computed in 16 bits; only matrices of float64, by which layouts are compared, keep their format.

@@ -13,7 +13,7 @@ With one micro-batch, first and last are one piece. A piece reads its batch and 
 (learning rate, loss scale, ...) from tensors that never move; each micro-batch is copied into these
 before its replay. The first steps of each kind run as usual, on the same stream: they compile
 kernels, fill caches and show how much memory a step needs. A step of another shape runs as usual,
-and so does each step with shorter samples: --seq-length-schedule may have hundreds of lengths.
+and so does each step with shorter samples, as --seq-length-schedule may have hundreds of lengths.
 
 The Python code of a piece runs at its capture only, so it must not depend on values on the device,
 nor may the parameter store's own state change between replays. A failed capture executes nothing

@@ -7,8 +7,8 @@ the schedule and share one pool of memory, so that together they take as much as
 What a rank receives is copied to a tensor that never moves, and what it sends is copied from one.
 The update is a graph of its own, because the stage before waits for what the last pass sends. A
 rank that has nothing more to send records the update with its last pass, in which the sums over the
-data-parallel ranks then begin, layer by layer; on the others they follow, in the time for which
-these wait for the first stage anyway.
+data-parallel ranks then begin, layer by layer. On the others the sums follow, while these ranks
+would wait for the first stage anyway.
 """
 
 from __future__ import annotations

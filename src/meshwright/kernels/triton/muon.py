@@ -230,7 +230,7 @@ def _table(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
     """Copy a table to the device and keep it: CUDA graphs read it, and cannot make it.
 
     The flat buffers of ZeRO 0 to 2 never move, so a run has a few tables of 8 bytes a matrix. With
-    ZeRO 3, which has no graphs, gradients do move, and old tables must go.
+    ZeRO 3, whose updates are in no graph, gradients may move, and old tables must go.
     """
     return torch.tensor(addresses, dtype=torch.int64).to(device)
 
