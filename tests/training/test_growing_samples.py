@@ -114,6 +114,18 @@ def test_a_run_goes_on_exactly_within_its_schedule(tmp_path: Path, stop: int) ->
     assert [row["length"] for row in read_rows(tmp_path / "parts")] == [4, 4, 8, 8, *[16] * 6]
 
 
+@pytest.mark.parametrize("counting", ["--train-tokens=2000", "--lr-decay-tokens=400"])
+def test_a_count_of_tokens_keeps_the_batch(run: Run, tmp_path: Path, counting: str) -> None:
+    """Each step counts as so many samples of one length."""
+    words = [LENGTHS, "--eval-iters=0", "--save", str(tmp_path), "--load", str(tmp_path)]
+    words += ["--override-opt_param-scheduler", "--train-iters=9", "--exit-interval=2"]
+    assert run(*words, counting).status == 0
+    other = run(*words, counting, "--global-batch-size=8")
+    name = counting.split("=")[0]
+    assert other.status and f"was 4, and {name} with --seq-length-schedule counts" in other.err
+    assert run(*words, "--global-batch-size=8").status == 0
+
+
 def test_only_whole_samples_are_captured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each length a graph would be kept: hundreds of them would fill the device."""
     stand_in(monkeypatch)

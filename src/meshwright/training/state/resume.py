@@ -165,9 +165,19 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
 
 
 def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
-    """Refuse a batch that differs from the checkpoint's because it follows ranks or micro-batch."""
-    now = config.global_batch
-    if config.training.global_batch_size is not None or not before or before == now:
+    """Refuse a batch other than the checkpoint's that nobody chose, or that miscounts tokens."""
+    now, t = config.global_batch, config.training
+    if not before or before == now:
+        return
+    # The tokens of samples that grow are counted by steps of one size.
+    counting = "train_tokens" if t.train_tokens else "lr_decay_tokens"
+    if t.seq_length_schedule is not None and (t.train_tokens or config.decays_by_tokens):
+        raise SettingsError(
+            f"the checkpoint's global batch was {before}, and {{{counting}}} with {{seq_length_schedule}} "
+            f"counts tokens by steps of one size, not of {now} samples; add {{global_batch_size={before}}}, or give "
+            "lengths in steps or samples instead of tokens"
+        )
+    if t.global_batch_size is not None:
         return
     ranks = " on one data-parallel rank"
     if config.dp > 1:
