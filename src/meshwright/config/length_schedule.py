@@ -22,6 +22,7 @@ FORMS = (
     "such as linear:64:1024:45000:8 or '0:64 100:128 500:1024'"
 )
 NEVER = 2**60  # a step that no run reaches
+MOST_LENGTHS = 10**6  # of a curve, whose lengths are found one by one
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +102,10 @@ def _stages_of_curve(
         raise ValueError(
             f"{text!r}: MIN {first}, rounded down to a multiple of {multiple}, is 0; "
             "raise MIN or lower MULTIPLE"
+        )
+    if (last - first) // multiple > MOST_LENGTHS:
+        raise ValueError(
+            f"{text!r} has more than {MOST_LENGTHS:,} lengths; lower MAX or raise MULTIPLE"
         )
 
     def length_at(step: int) -> int:
