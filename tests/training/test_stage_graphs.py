@@ -58,12 +58,17 @@ def on_ranks(world, flags, folder, fails=None):
             f"{PP2} --params-dtype=float64 --eod-mask-loss --tokenizer-type=ByteTokenizer --vocab-size=none",
         ),
         (2, f"{INTERLEAVED} --fp16 --initial-loss-scale=4194304 --hysteresis=1"),
-        (2, f"{PP2} --pipeline-schedule=gpipe --recompute-granularity=full"),
         (4, f"{PP2} --zero-stage=1 --bf16"),
-        (4, f"{INTERLEAVED} --zero-stage=0"),
-        (4, f"{PP2} --tensor-model-parallel-size=2 --sequence-parallel --optimizer=muon"),
+        *(
+            pytest.param(world, flags, marks=pytest.mark.long)
+            for world, flags in (
+                (2, f"{PP2} --pipeline-schedule=gpipe --recompute-granularity=full"),
+                (4, f"{INTERLEAVED} --zero-stage=0"),
+                (4, f"{PP2} --tensor-model-parallel-size=2 --sequence-parallel --optimizer=muon"),
+            )
+        ),
     ],
-    ids=["masks", "interleaved fp16", "gpipe", "zero 1", "interleaved replicas", "tensor ranks"],
+    ids=["masks", "interleaved fp16", "zero 1", "gpipe", "interleaved replicas", "tensor ranks"],
 )
 def test_recorded_passes_compute_the_same(tmp_path, world, flags):
     plain, none, _ = on_ranks(world, f"{flags} --cuda-graphs=off", tmp_path / "off")

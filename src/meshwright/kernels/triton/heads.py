@@ -89,10 +89,10 @@ def _move_slot(
     total_a = tl.zeros((STEP, PAIRS), tl.float32)
     total_b = tl.zeros((STEP, PAIRS), tl.float32)
     total_rest = tl.zeros((STEP, REST), tl.float32)
-    # Pairs that do not turn have the cosine 1 and the sine 0.
+    # Pairs that do not turn have the cosine 1 and the sine 0, whose pointer may be to any format.
     if HALF > 0 and not OWN:
         x = tl.load(cos + angle, mask=turns, other=1.0)
-        y = tl.load(sin + angle, mask=turns, other=0.0) * direction
+        y = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32) * direction
     for sample in tl.range(first, tl.minimum(first + SAMPLES, batches), num_stages=STAGES):
         at = source + tl.cast(sample, tl.int64) * source_batch
         to = target + tl.cast(sample, tl.int64) * target_batch
