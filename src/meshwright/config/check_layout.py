@@ -71,7 +71,7 @@ def division_problems(c: TrainConfig) -> list[Problem]:
         if size % parts
     ]
     # Of a schedule of lengths each must be cut as well.
-    lengths = c.training.seq_length_schedule is not None and c.sample_lengths or []
+    lengths = c.sample_lengths if c.training.seq_length_schedule is not None else []
     parts = tp * cp if p.sequence_parallel else cp
     odd = [length for length in lengths if length % parts]
     if odd and not out:

@@ -293,7 +293,7 @@ def _units_problems(c: TrainConfig) -> list[Problem]:
         # Steps have one size, which converts them. A warm-up in tokens needs the decay's clock.
         by_tokens = ("lr_warmup_tokens", "lr_decay_tokens")
         if o.lr_warmup_tokens and not o.lr_decay_tokens:
-            text = "{lr_warmup_tokens} with {seq_length_schedule} needs {lr_decay_tokens} too"
+            text = "{lr_warmup_tokens} with {seq_length_schedule} needs {lr_decay_tokens} too; give both"
             return [Problem((*by_tokens, "seq_length_schedule"), text)]
         return []
     # Between steps and samples only a constant batch could convert.

@@ -27,10 +27,6 @@ plain form in bfloat16, which torch computes. In bfloat16 the gram form would be
 than plain, and would diverge without the second R. Devices without Triton kernels keep torch's
 form.
 
-Two products of X would be spared if the first R were kept in two float16 numbers, and the second R
-were Q R Q. But Q's rounding errors grow alike: of 15 spectra tried on a CPU, six results were off
-by more than half of their size, where the form above is off by 0.15 for the worst.
-
 The update begins when the backward pass has ended: before that nobody knows the norm of all
 gradients, which clips them, and whether it is finite. What it moves for each element of a matrix,
 in float32 with weights in bfloat16, is 30 bytes beside the products (kernels/triton/muon.py).

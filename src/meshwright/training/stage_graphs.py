@@ -46,14 +46,13 @@ class CapturedStages:
     """The passes of a step and the tensors that they read: `Passes` that replay them."""
 
     net: Network
-    seed: int
+    seed: int  # of dropout, for the whole run
     batches: list[Batch]
     numbers: Tensor  # [micro-batches, NUMBERS] float64
     incoming: Tensor  # what was received
     outgoing: Tensor  # what is to be sent
     first_samples: list[int] = field(default_factory=list)  # of the step's micro-batches
     replays: dict[Action, Callable[[], None]] = field(default_factory=dict)
-    sending: set[Action] = field(default_factory=set)
     update: Callable[[], None] | None = None  # None: the last pass does it
 
     def forward(self, chunk: int, i: int, stream: Tensor | None) -> Tensor | None:
@@ -77,8 +76,10 @@ class CapturedStages:
         if received is not None:
             self.incoming.copy_(received)
         self.replays[action]()
+        part = self.net.parts[action.chunk]
+        ends_here = part.has_head if action.op == "F" else part.has_embedding
         # A copy, because the next pass may be faster than the message.
-        return self.outgoing.clone() if action in self.sending else None
+        return None if ends_here else self.outgoing.clone()
 
 
 class StageGraphs(Graphs):
@@ -95,7 +96,6 @@ class StageGraphs(Graphs):
         assert net.pipeline is not None
         for to, batch in zip(captured.batches, batches, strict=True):
             copy_into(to, batch)
-        captured.seed = seed
         captured.first_samples = [batch.first_sample for batch in batches]
         captured.numbers.copy_(numbers, non_blocking=True)
         if counted is not None:
@@ -152,7 +152,6 @@ class StageGraphs(Graphs):
                 out = passes.backward(chunk, i, None if part.has_head else captured.incoming)
             if out is not None:
                 captured.outgoing.copy_(out)
-                captured.sending.add(action)
 
         def update() -> None:
             update_weights(net, numbers[-1], self.totals)

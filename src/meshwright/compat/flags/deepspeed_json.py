@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from meshwright.base.files import read_small, read_table
@@ -53,14 +53,21 @@ def power(value: Any) -> float:
     return math.ldexp(1.0, integer(value))
 
 
+# Forms of a curriculum that --seq-length-schedule has too: its word, and the keys of its numbers.
+CURVES = {
+    "fixed_linear": ("linear", "total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("root", "total_curriculum_step", "difficulty_step", "root_degree"),
+}
+
+
 def curriculum(section: Any) -> LengthSchedule:
     """Return DeepSpeed's curriculum of sequence lengths; ValueError says what is wrong with it."""
 
-    def read(of: Any, where: str, *keys: str) -> list[Any]:
+    def read(of: Any, where: str, keys: Sequence[str], others: Sequence[str] = ()) -> list[Any]:
         given = of if isinstance(of, dict) else {}
         if lacking := [key for key in keys if key not in given]:
             raise ValueError(f'{where} needs "{lacking[0]}"')
-        if unknown := set(given) - {*keys, *OF_A_CURRICULUM * (of is section)}:
+        if unknown := set(given) - {*keys, *others}:
             raise ValueError(f'{where} has an unknown key "{min(unknown)}"')
         return [given[key] for key in keys]
 
@@ -70,9 +77,8 @@ def curriculum(section: Any) -> LengthSchedule:
         except ValueError:
             raise ValueError(f"{json.dumps(value)[:100]} is not a whole number") from None
 
-    kind, low, high, form = read(
-        section, "it", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type"
-    )
+    keys = ("curriculum_type", "min_difficulty", "max_difficulty", "schedule_type")
+    kind, low, high, form = read(section, "it", keys, ("enabled", "schedule_config"))
     if kind != "seqlen":
         raise ValueError(
             f'"curriculum_type" is {json.dumps(kind)[:100]}, and only "seqlen" is known'
@@ -83,18 +89,14 @@ def curriculum(section: Any) -> LengthSchedule:
     # DeepSpeed asks for the next length only while the last one is below the highest.
     if first >= last:
         return LengthSchedule.read(f"0:{first}")
-    if form == "fixed_linear":
-        numbers = read(details, where, "total_curriculum_step", "difficulty_step")
-        return LengthSchedule.read(
-            ":".join(map(str, ["linear", first, last, *map(whole, numbers)]))
-        )
-    if form == "fixed_root":
-        numbers = read(details, where, "total_curriculum_step", "difficulty_step", "root_degree")
-        return LengthSchedule.read(":".join(map(str, ["root", first, last, *map(whole, numbers)])))
+    if isinstance(form, str) and form in CURVES:
+        curve, *keys_of_curve = CURVES[form]
+        numbers = map(whole, read(details, where, keys_of_curve))
+        return LengthSchedule.read(":".join(map(str, (curve, first, last, *numbers))))
     if form != "fixed_discrete":
         forms = '"fixed_linear", "fixed_root" and "fixed_discrete"'
         raise ValueError(f'"schedule_type" is {json.dumps(form)[:100]}; {forms} are known')
-    lengths, ends = read(details, where, "difficulty", "max_step")
+    lengths, ends = read(details, where, ("difficulty", "max_step"))
     if not (isinstance(lengths, list) and isinstance(ends, list) and len(lengths) == len(ends) + 1):
         raise ValueError(f'{where} needs one more number in "difficulty" than in "max_step"')
     # Each length holds up to the step of its "max_step", the last one for ever.
@@ -136,7 +138,6 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 CURRICULUM = "curriculum_learning"
 MAPPED[CURRICULUM] = ("seq_length_schedule", curriculum)
-OF_A_CURRICULUM = ("enabled", "schedule_config")  # keys beside those that each needs
 
 _TABLES = read_table("compat/flags/deepspeed_json.toml")
 IDLE = {
@@ -270,9 +271,12 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
 
 def _only_precision(found: dict[str, Any]) -> str:
     """Return "fp16" or "bf16" if the file turns on one of them, else nothing."""
-    fp16 = found.get("fp16.enabled")
-    bf16 = found.get("bf16.enabled") or found.get("bfloat16.enabled")
-    return "" if fp16 and bf16 else "fp16" if fp16 else "bf16" if bf16 else ""
+    is_on = {
+        "fp16": found.get("fp16.enabled"),
+        "bf16": found.get("bf16.enabled") or found.get("bfloat16.enabled"),
+    }
+    names = [name for name in is_on if is_on[name]]
+    return names[0] if len(names) == 1 else ""
 
 
 def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[str]) -> TrainConfig:
