@@ -19,7 +19,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--tokenizer-type TikTokenizer": lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
     "--fp8-format": lambda c: c.precision.fp8_format,
-    "--fp8-format, with delayed scales": lambda c: (
+    "--fp8-format and --fp8-recipe delayed": lambda c: (
         c.precision.fp8_format and c.precision.fp8_recipe == "delayed"
     ),
     "--first-last-layers-bf16": lambda c: c.precision.first_last_layers_bf16,

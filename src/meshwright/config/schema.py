@@ -66,7 +66,7 @@ RECOMPUTED: dict[str, Any] = {
 SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
 LOSS_SCALE: dict[str, Any] = {"needs": "--fp16", "docs": "schedules"}
 FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
-FP8_DELAYED: dict[str, Any] = {"needs": "--fp8-format, with delayed scales", "docs": "memory"}
+FP8_DELAYED: dict[str, Any] = {"needs": "--fp8-format and --fp8-recipe delayed", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
 MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune", "absent": None, "only_trains": True}
 # where ranks are, and how they meet
