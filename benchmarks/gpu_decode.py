@@ -2,7 +2,7 @@
 
 usage: python benchmarks/gpu_decode.py [--check | --profile | --sweep] [--sizes 345M 1.3B]
                                        [--rows 1 8 64] [--quick] [--torch] [--peers]
-                                       [--json FILE]
+                                       [--modern] [--json FILE]
 
 Prompts have 128 random tokens, and 128 are generated, greedily, in bfloat16, by networks of random
 weights. A figure is tokens divided by the time from the first prompt to the last token, the best of
@@ -15,6 +15,7 @@ fails is printed, and the others go on.
 --sweep    time products of one row with other tiles
 --quick    no plain steps, with whose texts the captured ones are compared
 --torch    captured steps without Triton's kernels too
+--modern   the same sizes with the network of the recipe "modern", and heads of 128
 --peers    transformers, eager and with a static cache and compiled, in the same run
 """
 
@@ -44,12 +45,20 @@ from meshwright.kernels import decode, references
 from meshwright.kernels.decode import CachedTexts, DecodeLinear
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
+from meshwright.kernels.qk_norm import HeadNorms
 from meshwright.model.gpt import GPT
 
 MUST = {("345M", 1): 1500, ("345M", 8): 9000, ("345M", 64): 40000}
 MUST |= {("1.3B", 1): 800, ("1.3B", 8): 5500, ("1.3B", 64): 27000}
 PROMPT, NEW, FIRST, PADDED = 128, 128, 1024, 50304
 BANDWIDTH = 4.2e12  # bytes per second that an H200 can read
+MODERN = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "qk_layernorm": True,
+    "swiglu": True,
+}
 GREEDY = Sampling(greedy=True, out_seq_length=NEW)
 
 
@@ -77,9 +86,11 @@ def make(
     return LanguageModel(model, Endless(vocab), 0, length)
 
 
-def named(size: str) -> LanguageModel:
+def named(size: str, modern: bool = False) -> LanguageModel:
     layers, hidden, heads = SIZES[size]
     m = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads)
+    if modern:
+        m = dataclasses.replace(m, num_attention_heads=hidden // 128, **MODERN)
     return make(m, VOCAB, PADDED, FIRST + NEW, torch.bfloat16)
 
 
@@ -134,11 +145,19 @@ def check_kernels() -> None:
             angles = torch.randn(room, half, device="cuda")
             rotation = (angles.cos(), angles.sin()) if half else None
             qkv = draw(rows, groups * (per_group + 2) * dim)
-            want = decode.attend.plain(qkv.double(), doubled(texts), sizes, rotation)
-            errors = [distance(decode.attend(qkv, texts, sizes, rotation), want) for _ in range(20)]
-            print(
-                f"{'ok' if max(errors) < 1e-2 else 'WRONG'} attend {rows} rows {tuple(sizes)}: {max(errors):.1e}"
-            )
+            weights = [NormWeights(draw(dim), None, 1e-5, centers=False) for _ in range(2)]
+            for norms in (None, HeadNorms(*weights)):
+                want = decode.attend.plain(
+                    qkv.double(), doubled(texts), sizes, rotation, doubled(norms)
+                )
+                errors = [
+                    distance(decode.attend(qkv, texts, sizes, rotation, norms), want)
+                    for _ in range(20)
+                ]
+                print(
+                    f"{'ok' if max(errors) < 1e-2 else 'WRONG'} attend {rows} rows {tuple(sizes)}"
+                    f"{', normed' if norms else ''}: {max(errors):.1e}"
+                )
 
 
 def check_texts() -> None:
@@ -153,6 +172,7 @@ def check_texts() -> None:
             normalization="RMSNorm",
             swiglu=True,
         ),
+        "modern": Model(**shape, **MODERN),
     }
     every = [
         GREEDY,
@@ -275,11 +295,11 @@ def without_triton() -> Iterator[None]:
 
 
 def speed(
-    sizes: list[str], rows: list[int], peers: bool, quick: bool, torch_alone: bool
+    sizes: list[str], rows: list[int], modern: bool, peers: bool, quick: bool, torch_alone: bool
 ) -> list[dict[str, Any]]:
     table = []
     for size in sizes:
-        model = attempt(size, named, size)
+        model = attempt(size, named, size, modern)
         for b in rows if model is not None else []:
             line: dict[str, Any] = {
                 "size": size,
@@ -331,10 +351,10 @@ def show(name: str, line: dict[str, Any]) -> None:
     )
 
 
-def profile(sizes: list[str], rows: list[int]) -> None:
+def profile(sizes: list[str], rows: list[int], modern: bool) -> None:
     """Print the device's time of steps by kernel, mean of 20."""
     for size in sizes:
-        model = named(size)
+        model = named(size, modern)
         for b in rows:
             decoder = Decoder(model, b, graphs="on")
             for p in prompts(b, PROMPT):
@@ -398,7 +418,7 @@ def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    for flag in ("--check", "--profile", "--sweep", "--peers", "--quick", "--torch"):
+    for flag in ("--check", "--profile", "--sweep", "--modern", "--peers", "--quick", "--torch"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--sizes", nargs="+", default=["345M", "1.3B"], choices=SIZES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64])
@@ -410,11 +430,11 @@ def main() -> None:
         for check in (check_kernels, check_texts):
             attempt(check.__name__, check)
     elif args.profile:
-        attempt("profile", profile, args.sizes, args.rows)
+        attempt("profile", profile, args.sizes, args.rows, args.modern)
     elif args.sweep:
         attempt("sweep", sweep)
     else:
-        table = speed(args.sizes, args.rows, args.peers, args.quick, args.torch)
+        table = speed(args.sizes, args.rows, args.modern, args.peers, args.quick, args.torch)
         if args.json:
             args.json.write_text(json.dumps(table, indent=1) + "\n")
 

@@ -80,7 +80,7 @@ DECLINED = {
     "fused": (FUSED_BLOCK, set()),
     "captured": (
         CAPTURED_DECODER,
-        {"qk_layernorm", "embed_layernorm", "apply_residual_connection_post_layernorm"},
+        {"embed_layernorm", "apply_residual_connection_post_layernorm"},
     ),
 }
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from meshwright.base.errors import NON_FINITE, UserError
-from meshwright.config.schema import Model, Sampling
+from meshwright.config import flags
+from meshwright.config.schema import Model, Sampling, TrainConfig
 from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder, complete, run_request, run_requests
 from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request
+from meshwright.model.decode import reason_against
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.positions import Positions
 from network_values import models_beyond
@@ -26,6 +28,15 @@ SHAPES = {
     "llama": Model(
         position_embedding_type="rope", num_query_groups=1, normalization="RMSNorm", swiglu=True
     ),
+    "qwen3": Model(
+        position_embedding_type="rope",
+        num_query_groups=1,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        qk_layernorm=True,
+    ),
+    "normed": Model(qk_layernorm=True, apply_layernorm_1p=True),
     "neox": Model(position_embedding_type="rope", rotary_percent=0.5, use_parallel_residual=True),
     "nanogpt": Model(add_bias_linear=False, layernorm_bias=False, bias_gelu_fusion=False),
     "yarn": Model(
@@ -52,7 +63,16 @@ def little(shape="gpt2", seed=1, dtype=torch.float64):
     model = GPT(m, VOCAB, 16, LENGTH)
     initialise(model.named_parameters(), m, VOCAB, seed)
     model.requires_grad_(False)
+    draw_norms_of_heads(model)
     return LanguageModel(model.to(dtype).eval(), Null(EOD), 0, LENGTH)
+
+
+def draw_norms_of_heads(model):
+    """Let queries and keys have weights of their own, far from those of a new network."""
+    random = torch.Generator().manual_seed(0)
+    for name, vector in model.named_parameters():
+        if ".ln_q." in name or ".ln_k." in name:
+            vector.normal_(0.5, generator=random)
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [1] * 18, [2] * 19, [], [3] * 9, [4, 4]]
@@ -297,6 +317,7 @@ def fused(monkeypatch):
     ("shape", "slots"),
     [
         *(("gpt2", 1), ("llama", 3), ("capped", 1), ("yarn", 3)),
+        *(("qwen3", 1), ("qwen3", 3), ("normed", 3)),
     ],
 )
 def test_the_fused_step_changes_nothing(shape, slots, fused):
@@ -336,23 +357,20 @@ def test_a_thread_captures_nothing_that_it_has_not_run(fused):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("shape", ["gpt2", "capped", "qwen3", "normed"])
 @pytest.mark.parametrize("slots", [1, 3, 20])
-def test_captured_on_a_gpu(slots, cap):
+def test_captured_on_a_gpu(slots, shape):
     """All kinds of choices, unequal prompts and reused slots: the plain texts, in two decoders.
 
     The last one is driven by a thread of its own after its first steps, as a server does.
     """
-    m = Model(
-        num_layers=2,
-        hidden_size=256,
-        num_attention_heads=4,
-        init_method_std=0.1,
-        final_logit_softcapping=cap,
+    m = dataclasses.replace(
+        SHAPES[shape], num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.1
     )
-    network = GPT(m, 500, 512, 300)
+    network = GPT(m, 500, 512, 300).eval().requires_grad_(False)
     initialise(network.named_parameters(), m, 500, 1)
-    model = LanguageModel(network.eval().requires_grad_(False).cuda(), Null(499), 0, 300)
+    draw_norms_of_heads(network)
+    model = LanguageModel(network.cuda(), Null(499), 0, 300)
     some = [
         Request(
             [(7 * i + j) % 490 for j in range(1 + 11 * i)],
@@ -394,13 +412,23 @@ def test_what_the_host_reads_one_step_later(monkeypatch):
 
 
 def test_why_a_network_has_no_fused_step():
-    from meshwright.model.decode import reason_against
-
     assert "no Triton kernels" in reason_against(little().model)
     with pytest.raises(
         UserError, match="cannot be captured in CUDA graphs: the device has no Triton kernels"
     ):
         Decoder(little(), 1, graphs="on")
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+@pytest.mark.parametrize("more", ["", "--squared-relu", "--num-query-groups=2"])
+def test_networks_of_the_modern_recipe_have_a_fused_step(depth, more, monkeypatch):
+    """With heads of 64 numbers and of 128."""
+    monkeypatch.setattr("meshwright.base.device.has_kernels", lambda device: True)
+    argv = ["--recipe=modern", f"--depth={depth}", "--mock-data", "--vocab-size=64", *more.split()]
+    m = flags.parse_settings(TrainConfig, argv, "meshwright train").config.model
+    assert m.qk_layernorm and m.head_dim == (64 if depth == 1 else 128)
+    with torch.device("meta"):
+        assert reason_against(GPT(m, 64, 64, 128)) is None
 
 
 def test_top_p_decays_to_its_least():

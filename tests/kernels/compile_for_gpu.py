@@ -270,12 +270,16 @@ def decoding() -> None:
             ]
             texts = decode.CachedTexts(*caches, torch.arange(rows), torch.arange(rows + 1), 256)
             qkv = take(rows, groups * (per_group + 2) * head)
-            decode.attend(
-                qkv,
-                texts,
-                heads.HeadSizes(groups, per_group, head),
-                angles if groups == 4 else None,
-            )
+            rms = norm.NormWeights(take(head), None, 1e-5, centers=False)
+            layer = norm.NormWeights(take(head), take(head), 1e-5)
+            for weights in (None, qk_norm.HeadNorms(rms, rms), qk_norm.HeadNorms(layer, layer)):
+                decode.attend(
+                    qkv,
+                    texts,
+                    heads.HeadSizes(groups, per_group, head),
+                    angles if groups == 4 else None,
+                    weights,
+                )
 
 
 def clocks() -> None:

@@ -11,6 +11,7 @@ from meshwright.kernels import decode, references
 from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
+from meshwright.kernels.qk_norm import HeadNorms
 
 # the interpreter cuts bfloat16 off
 ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
@@ -107,18 +108,58 @@ def case(shape, dtype, room=256):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attend(shape, processors, dtype, monkeypatch):
     """In one part and in several, some of them empty: values, and what is added to the cache."""
-    monkeypatch.setattr(references, "is_triton", lambda x: True)
     monkeypatch.setattr("meshwright.base.device.processors", lambda device: processors)
+    compare(*case(shape, dtype), None, monkeypatch)
+
+
+NORMS = {  # whether rows are centered, whether there is a bias, what is added to the weight
+    "rms": (False, False, 0.0),
+    "layer-1p": (True, True, 1.0),
+    "unbiased": (True, False, 0.0),
+}
+
+
+def norms_of(kind, dim, dtype):
+    centers, has_bias, plus = NORMS[kind]
+
+    def weights():
+        bias = draw(dim, dtype=dtype) if has_bias else None
+        return NormWeights(draw(dim, dtype=dtype), bias, 0.1, plus, centers)
+
+    return HeadNorms(weights(), weights())
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        ("llama", "rms", torch.float32),
+        ("llama", "rms", WORST),
+        ("gpt2", "layer-1p", torch.float32),
+        ("96", "rms", torch.float32),
+        ("neox", "layer-1p", torch.float32),
+        ("neox", "unbiased", WORST),
+    ],
+)
+def test_attend_with_norms_of_heads(shape, kind, dtype, monkeypatch):
+    """Queries and keys have a mean, a size and weights of their own."""
     qkv, texts, sizes, rotation = case(shape, dtype)
+    norms = norms_of(kind, sizes.head_dim, dtype)
+    compare(3 * qkv + 1, texts, sizes, rotation, norms, monkeypatch)
+
+
+def compare(qkv, texts, sizes, rotation, norms, monkeypatch):
+    """Compare both kernels with float64."""
+    monkeypatch.setattr(references, "is_triton", lambda x: True)
+    dtype = qkv.dtype
     exact, again = (
         doubled(texts),
         CachedTexts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts)),
     )
-    want = decode.attend.plain(qkv.double(), exact, sizes, rotation)
+    want = decode.attend.plain(qkv.double(), exact, sizes, rotation, doubled(norms))
     for _ in range(2):  # the counters are 0 again
-        got = decode.attend(qkv, texts, sizes, rotation)
+        got = decode.attend(qkv, texts, sizes, rotation, norms)
         assert got.dtype is dtype and distance(got, want) < ERROR[dtype]
-    assert distance(decode.attend.plain(qkv, again, sizes, rotation), want) < ERROR[dtype]
+    assert distance(decode.attend.plain(qkv, again, sizes, rotation, norms), want) < ERROR[dtype]
     assert torch.equal(texts.values, again.values)
     assert distance(texts.keys, exact.keys) < ERROR[dtype] / 10
 

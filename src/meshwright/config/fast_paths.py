@@ -55,6 +55,7 @@ _BOTH = frozenset(
         "glu_activation",
         "bias_gelu_fusion",
         "normalization",
+        "qk_layernorm",
         "layernorm_epsilon",
         "layernorm_bias",
         "apply_layernorm_1p",
@@ -69,7 +70,6 @@ _BOTH = frozenset(
 )
 # The block of fused kernels (model/fused.py).
 FUSED_BLOCK = _BOTH | {
-    "qk_layernorm",
     "embed_layernorm",
     "apply_residual_connection_post_layernorm",
     "use_parallel_residual",

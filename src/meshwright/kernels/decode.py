@@ -3,13 +3,14 @@
     embed          the last tokens' embeddings, and their positions'
     linear         activation(norm(x) W + bias) + residual, one pass over W
     expand         activation(x W + bias) of several rows
-    attend         rotation, the new key and value into the cache, attention over each row's length
+    attend         norms of heads, rotation, the new key and value into the cache, attention over
+                   each row's length
     choose_tokens  the likeliest or drawn tokens, with which rows end or the next step begins
 
 Hand-written because torch needs four kernels where these take one, and a kernel of a few rows ends
 before the next one could be launched; its attention has no kernel for rows of unequal lengths over
 one cache. No gradients. Products and softmax are summed in float32 and rounded where the network
-rounds: after the norm, the product, the activation and the addition.
+rounds: after a norm, the product, the activation and the addition.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from meshwright.kernels import activation, norm
 from meshwright.kernels.draws import gumbel
 from meshwright.kernels.heads import HeadSizes, rotate, split
 from meshwright.kernels.norm import NormWeights, Operands
+from meshwright.kernels.qk_norm import HeadNorms
 from meshwright.kernels.references import reference, upcast
 
 
@@ -117,8 +119,7 @@ def linear(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Te
 def linear_of_rows(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Tensor:
     """Return activation(norm(x) W^T + bias) + residual, by torch alone."""
     if layer.norm is not None:
-        operands = Operands(None, x, None, None, 0.0)
-        _, x, *_ = norm.forward.plain(operands, layer.norm)  # type: ignore[attr-defined]
+        x = norm_rows(x, layer.norm)
     y = F.linear(x, layer.weight, layer.bias)
     if layer.kind:
         parts = activation.halves(layer.kind, upcast(y))
@@ -127,6 +128,13 @@ def linear_of_rows(x: Tensor, layer: DecodeLinear, residual: Tensor | None = Non
 
 
 linear_of_row = reference("decode.linear_of_row")(linear_of_rows)
+
+
+def norm_rows(x: Tensor, weights: NormWeights) -> Tensor:
+    """Return the norm of x over its last dimension, by torch alone."""
+    operands = Operands(None, x.reshape(-1, x.shape[-1]), None, None, 0.0)
+    _, y, *_ = norm.forward.plain(operands, weights)  # type: ignore[attr-defined]
+    return y.view(x.shape)  # type: ignore[no-any-return]
 
 
 def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
@@ -141,16 +149,23 @@ def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
 
 @reference("decode.attend")
 def attend(
-    qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    texts: CachedTexts,
+    sizes: HeadSizes,
+    rotation: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Return the attention [B, heads head_dim] of new tokens, whose keys and values join the cache.
 
     qkv [B, columns] as heads.py splits them; `rotation` are cosines and sines [positions, half] in
-    float32.
+    float32. Queries and keys are normalised before they are rotated, if at all.
     """
     slots = texts.slots
     used = texts.used[slots]
     q, k, v = split(qkv[:, None], sizes.per_group, sizes.head_dim)
+    if norms is not None:
+        q = norm_rows(q, norms.q)
+        k = norm_rows(k, norms.k)
     if rotation is not None:
         cos, sin = rotation
         angles = cos[used][:, None, None], sin[used][:, None, None]

@@ -1,14 +1,15 @@
 """The network for one new token of each row, by the few kernels of kernels/decode.py.
 
 A layer of one row is five kernels: the first product with the norm before it and its bias; the
-rotation, the cache and attention; the output product, added to the residual stream; the MLP's first
-product with norm and activation; its second product, added. A library multiplies several rows
-faster; each norm with the addition before it is then a kernel of its own, as most activations are.
+norms of heads, the rotation, the cache and attention; the output product, added to the residual
+stream; the MLP's first product with norm and activation; its second product, added. A library
+multiplies several rows faster; each norm of the stream with the addition before it is then a kernel
+of its own, as most activations are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from meshwright.kernels import decode, norm
 from meshwright.kernels.decode import CachedTexts, DecodeLinear, TextState
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.linear import linear
+from meshwright.kernels.qk_norm import HeadNorms
 from meshwright.model.cache import Cache
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.model.gpt import GPT, Block
@@ -28,6 +30,18 @@ from meshwright.model.rotary import rotations
 
 DIMS = (64, 96, 128)  # of a head
 MATRICES_OF_A_STEP = {"attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"}
+
+
+class DecodeLayer(NamedTuple):
+    """A layer's number, its four products, and its heads' sizes and norms."""
+
+    number: int
+    qkv: DecodeLinear
+    proj: DecodeLinear
+    fc: DecodeLinear
+    out: DecodeLinear
+    sizes: HeadSizes
+    norms: HeadNorms | None
 
 
 class DecodeStep:
@@ -45,9 +59,7 @@ class DecodeStep:
             exact = torch.float64 if wte.dtype is torch.float64 else torch.float32
             cos, sin = rotations(model.m, ids[:, None], exact)
             self.rotation = cos.contiguous(), sin.contiguous()
-        self.layers = []
-        for i, block in model.h.items():
-            self.layers.append((int(i), *layers_of(block)))
+        self.layers = [layer_of(int(i), block) for i, block in model.h.items()]
         head = wte if model.lm_head is None else model.lm_head.weight
         self.head = DecodeLinear(head, None, weights_of(model.ln_f))
 
@@ -63,23 +75,25 @@ class DecodeStep:
             return self.run_row(x, slots, state.used, longest)
         return self.run_rows(x, slots, state.used, longest)
 
-    def texts(
-        self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int
-    ) -> CachedTexts:
-        like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
-        return CachedTexts(*self.cache.of_layer(layer, like), slots, used, longest)
+    def attend(
+        self, layer: DecodeLayer, columns: Tensor, slots: Tensor, used: Tensor, longest: int
+    ) -> Tensor:
+        """Return the attention [B, heads head_dim] of the columns of the layer's first product."""
+        sizes = layer.sizes
+        like = columns.new_empty(1, 1, sizes.groups, sizes.head_dim)
+        texts = CachedTexts(*self.cache.of_layer(layer.number, like), slots, used, longest)
+        return decode.attend(columns, texts, sizes, self.rotation, layer.norms)
 
     def run_row(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
-        for i, qkv, proj, fc, out, sizes in self.layers:
+        for layer in self.layers:
             # Attention, added to the stream; its first product takes the norm of x.
-            texts = self.texts(i, x, sizes, slots, used, longest)
-            columns = decode.linear(x, qkv)
-            o = decode.attend(columns, texts, sizes, self.rotation)
-            stream = decode.linear(o, proj, x)
+            columns = decode.linear(x, layer.qkv)
+            o = self.attend(layer, columns, slots, used, longest)
+            stream = decode.linear(o, layer.proj, x)
             # The MLP, likewise.
             z = x if self.model.m.use_parallel_residual else stream
-            y = decode.linear(z, fc)
-            x = decode.linear(y, out, stream)
+            y = decode.linear(z, layer.fc)
+            x = decode.linear(y, layer.out, stream)
         logits = decode.linear(x, self.head)
         return self.model.finish(logits)
 
@@ -88,19 +102,19 @@ class DecodeStep:
         residual: Tensor | None = None
         pending = x
         bias = None
-        for i, qkv, proj, fc, out, sizes in self.layers:
-            texts = self.texts(i, x, sizes, slots, used, longest)
-            residual, y = add_norm(residual, pending, bias, qkv)
-            columns = linear(y, qkv.weight, qkv.bias)
-            o = decode.attend(columns, texts, sizes, self.rotation)
+        for layer in self.layers:
+            proj = layer.proj
+            residual, y = add_norm(residual, pending, bias, layer.qkv)
+            columns = linear(y, layer.qkv.weight, layer.qkv.bias)
+            o = self.attend(layer, columns, slots, used, longest)
             if self.model.m.use_parallel_residual:
                 # The MLP's norm is of the stream as it was before attention.
-                _, y = add_norm(None, residual, None, fc)
+                _, y = add_norm(None, residual, None, layer.fc)
                 residual = residual + linear(o, proj.weight, proj.bias)
             else:
-                residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
-            pending = linear(decode.expand(y, fc), out.weight)
-            bias = out.bias
+                residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, layer.fc)
+            pending = linear(decode.expand(y, layer.fc), layer.out.weight)
+            bias = layer.out.bias
         _, y = add_norm(residual, pending, bias, self.head)
         return self.model.finish(linear(y, self.head.weight))
 
@@ -114,19 +128,18 @@ def add_norm(
     return x, y
 
 
-def layers_of(
-    block: Any,
-) -> tuple[DecodeLinear, DecodeLinear, DecodeLinear, DecodeLinear, HeadSizes]:
-    """Return a block's four products and the sizes of its heads."""
+def layer_of(number: int, block: Any) -> DecodeLayer:
     attn = block.attn
     mlp = block.mlp
     fc_bias = None if mlp.fc.bias is None else mlp.fc.bias.flatten()
-    return (
+    return DecodeLayer(
+        number,
         DecodeLinear(attn.qkv.weight, attn.qkv.bias, weights_of(block.ln_1)),
         DecodeLinear(attn.proj.weight, attn.proj.bias),
         DecodeLinear(mlp.fc.weight.flatten(0, -2), fc_bias, weights_of(block.ln_2), mlp.activation),
         DecodeLinear(mlp.proj.weight, mlp.proj.bias),
         FusedBlock.sizes(block, len(attn.qkv.weight)),
+        FusedBlock.head_norms(block),
     )
 
 
@@ -148,7 +161,6 @@ def reason_against(model: GPT) -> str | None:
         "blocks are custom ones": bool({*map(type, blocks)} - {Block, FusedBlock}),
         "the network is divided": not is_whole,
         "layers have windows": bool(m.windowed_layers),
-        "queries and keys are normalised": m.qk_layernorm,
         f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),
         "the residual stream is the norm's output": m.apply_residual_connection_post_layernorm,
         "embeddings are normalised": model.ln_emb is not None,

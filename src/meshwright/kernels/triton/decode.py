@@ -24,9 +24,11 @@ from meshwright.base import device as devices
 from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads import HeadSizes
+from meshwright.kernels.qk_norm import HeadNorms
 from meshwright.kernels.triton.activation import GATES, value_and_slope
 
 LAUNCH: dict[bool, dict[str, bool]] = {False: {}, True: {"launch_pdl": True}}
+NO_NORM = (None, None, 0.0, 0.0, False)  # in the place of NormWeights
 COUNTERS = 4096  # attention is divided only where rows x groups are fewer than the multiprocessors
 
 
@@ -137,22 +139,67 @@ def _decode_linear(
 
 
 @triton.jit
-def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
-    """Load the elements d of heads, and rotate the pairs (i, i + HALF)."""
-    x = tl.load(head + d, mask=inside, other=0.0)
+def _load_pairs(at, d, inside, HALF: tl.constexpr):
+    """Load the elements d, and for each the other one of its pair (i, i + HALF), if it has one."""
+    own = tl.load(at + d, mask=inside, other=0.0)
+    partner = own
+    if HALF > 0:
+        place = tl.where(d < HALF, d + HALF, d - HALF)
+        # What is loaded twice comes from the cache the second time.
+        partner = tl.load(at + place, mask=inside & (d < 2 * HALF), other=0.0)
+    return own, partner
+
+
+@triton.jit
+def _load_norm(weight, bias, plus, d, known, HALF: tl.constexpr):
+    """Load the factors of a norm and what it adds, for the elements d and for their partners."""
+    scale, scale_partner = _load_pairs(weight, d, known, HALF)
+    scale = scale.to(tl.float32) + plus
+    scale_partner = scale_partner.to(tl.float32) + plus
+    shift = tl.zeros_like(scale)
+    shift_partner = shift
+    if bias is not None:
+        shift, shift_partner = _load_pairs(bias, d, known, HALF)
+    return scale, scale_partner, shift.to(tl.float32), shift_partner.to(tl.float32)
+
+
+@triton.jit
+def _load_heads(
+    at,
+    d,
+    inside,
+    norm,
+    cos,
+    sin,
+    eps,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    CENTERS: tl.constexpr,
+):
+    """Load the elements d of heads, normalise them if there is a norm, and rotate their pairs."""
+    x, partner = _load_pairs(at, d, inside, HALF)
+    if norm is not None:
+        scale, scale_partner, shift, shift_partner = norm
+        f = x.to(tl.float32)
+        g = partner.to(tl.float32)
+        if CENTERS:
+            mean = tl.sum(f, 1)[:, None] / DIM
+            f = tl.where(inside, f - mean, 0.0)
+            g -= mean
+        variance = tl.sum(f * f, 1)[:, None] / DIM
+        deviation = tl.sqrt(variance + eps)
+        # Rounded before the rotation, as in the network.
+        x = (f / deviation * scale + shift).to(x.dtype)
+        partner = (g / deviation * scale_partner + shift_partner).to(x.dtype)
     if HALF > 0:
         turns = d < 2 * HALF
         is_first = d < HALF
         pair = tl.where(is_first, d, d - HALF)
-        # What is loaded twice comes from the cache the second time.
-        partner = tl.where(is_first, d + HALF, d - HALF)
-        has_partner = inside & turns
-        other = tl.load(head + partner, mask=has_partner, other=0.0)
         # Columns that do not turn have the cosine 1 and the sine 0.
         c = tl.load(cos + pair, mask=turns, other=1.0)
         s = tl.load(sin + pair, mask=turns, other=0.0)
         s = tl.where(is_first, -s, s)
-        rotated = x.to(tl.float32) * c + other.to(tl.float32) * s
+        rotated = x.to(tl.float32) * c + partner.to(tl.float32) * s
         x = rotated.to(x.dtype)
     return x
 
@@ -245,10 +292,16 @@ def _attend(
     used,
     cos,
     sin,
+    q_weight,
+    q_bias,
+    k_weight,
+    k_bias,
     out,
     partials,
     counters,
     scale,
+    eps,
+    plus,
     room,
     chunk,
     GROUPS: tl.constexpr,
@@ -260,12 +313,14 @@ def _attend(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    CENTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Attend with the queries of one row and group to `chunk` places of its text.
 
     The first block of the cache is read before the row is there: a step changes neither `slots` nor
-    `used` before it chooses a token, and no earlier place of the cache.
+    `used` before it chooses a token, and no earlier place of the cache. With `q_weight` the row's
+    queries and its key are normalised.
     The first part adds the new key and value to the cache, and begins its sums with them. Each of
     several parts writes its sums to `partials`, and the last one to end adds them up, in their
     order; it sets the counter back to 0. Bytes moved: the row's keys and values once.
@@ -285,16 +340,23 @@ def _attend(
     begin = part * chunk
     end = tl.minimum((part + 1) * chunk, length)
     k, v = _load_block(keys, values, begin, end, GROUPS, DIM, WIDTH, BLOCK)
+    d_row = d[None, :]
+    known = (d < DIM)[None, :]
+    q_norm = None
+    k_norm = None
+    if q_weight is not None:
+        q_norm = _load_norm(q_weight, q_bias, plus, d_row, known, HALF)
+        k_norm = _load_norm(k_weight, k_bias, plus, d_row, known, HALF)
     # The row's queries, key and value.
     _await_row(EARLY)
     head = qkv + (row.to(tl.int64) * GROUPS + group) * ((PER_GROUP + 2) * DIM)
     cos += length * HALF
     sin += length * HALF
-    d_row = d[None, :]
-    known = (d < DIM)[None, :]
     inside = (h < PER_GROUP)[:, None] & known
-    q = _rotated(head + h[:, None] * DIM, d_row, inside, cos, sin, HALF)
-    k_new = _rotated(head + PER_GROUP * DIM, d_row, known, cos, sin, HALF)
+    at_q = head + h[:, None] * DIM
+    at_k = head + PER_GROUP * DIM
+    q = _load_heads(at_q, d_row, inside, q_norm, cos, sin, eps, DIM, HALF, CENTERS)
+    k_new = _load_heads(at_k, d_row, known, k_norm, cos, sin, eps, DIM, HALF, CENTERS)
     v_new = tl.load(head + (PER_GROUP + 1) * DIM + d_row, mask=known, other=0.0)
     # The first part begins with the new place, whose value has the weight exp(score - high) = 1;
     # the others begin with nothing.
@@ -514,7 +576,7 @@ def linear_of_row(
     n = layer.weight.shape[0] // (1 + gated)
     tile = tile or tile_of(n, k, devices.processors(x.device), gated)
     out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
-    norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
+    norm_weight, norm_bias, eps, plus, centers = layer.norm or NO_NORM
     early = devices.is_hopper_or_later(x.device)
     with torch.accelerator.device_index(x.device.index):
         _decode_linear[(cdiv(n, tile.columns),)](
@@ -557,7 +619,11 @@ def tile_of(columns: int, inner: int, processors: int, gated: bool = False) -> L
 
 
 def attend(
-    qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    texts: CachedTexts,
+    sizes: HeadSizes,
+    rotation: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b = len(qkv)
@@ -575,6 +641,8 @@ def attend(
     partials = out.new_empty(count, dtype=torch.float32)
     cos, sin = rotation if rotation is not None else (partials, partials)  # which nothing reads
     half = 0 if rotation is None else cos.shape[-1]
+    vectors = (None,) * 4 if norms is None else norms.vectors
+    _, _, eps, plus, centers = NO_NORM if norms is None else norms.q
     early = devices.is_hopper_or_later(qkv.device)
     with torch.accelerator.device_index(qkv.device.index):
         _attend[b, groups, parts](
@@ -585,10 +653,13 @@ def attend(
             texts.used,
             cos,
             sin,
+            *vectors,
             out,
             partials,
             counters(texts.used, COUNTERS),
             dim**-0.5,
+            eps,
+            plus,
             texts.keys.shape[1],
             chunk,
             groups,
@@ -600,6 +671,7 @@ def attend(
             tile.places,
             parts,
             tile.stages,
+            centers,
             early,
             num_warps=tile.warps,
             **LAUNCH[early],
