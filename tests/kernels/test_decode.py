@@ -161,6 +161,10 @@ def compare(qkv, texts, sizes, rotation, norms, monkeypatch):
         assert got.dtype is dtype and distance(got, want) < ERROR[dtype]
     assert distance(decode.attend.plain(qkv, again, sizes, rotation, norms), want) < ERROR[dtype]
     assert torch.equal(texts.values, again.values)
+    # Rounded where the network rounds, between norm and rotation too: 8 to 36 % differ otherwise.
+    if dtype is not torch.float32:
+        new = len(texts.slots) * sizes.groups * sizes.head_dim
+        assert (texts.keys != again.keys).sum() < 0.02 * new
     assert distance(texts.keys, exact.keys) < ERROR[dtype] / 10
 
 
