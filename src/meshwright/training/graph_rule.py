@@ -11,7 +11,8 @@ from meshwright.training.sizes import rows
 
 # Each forward and backward pass of a pipeline rank is a graph, which takes memory.
 MOST_PASSES = 256
-HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
+# Tokens x hidden size^2, up to which the host is slower than the device, by ZeRO stage: see below.
+HOST_BOUND = {1: 2**34, 3: 2**36}
 
 
 def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> str | None:
@@ -21,7 +22,7 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     would prevent, as it ends with its step. So "auto" uses no graphs with ZeRO 1 where the host
     keeps ahead of the device anyway. It takes about 2 ms to launch a layer of fused kernels, in
     which an H200 does about 10^12 operations. A layer has 72 x tokens x hidden^2 of them, so the
-    bound is 2^34 tokens x hidden^2.
+    bound is 2^34 tokens x hidden^2. With ZeRO 3, fully_shard makes it about 7 ms: 2^36.
     """
     t, m, p, o = config.training, config.model, config.parallel, config.optimizer
     sharded = data_parts(config) > 1
@@ -48,14 +49,12 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
             sampled and t.recompute_granularity == "full" and block == "compiled"
         ),
     }
-    is_large = rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND
-    # What no run on several GPUs has timed is not done unasked.
-    untimed = "are not yet timed in graphs; --cuda-graphs on records them"
+    size = rows(config) * (m.hidden_size or 0) ** 2
+    keeps_ahead = sharded and size > HOST_BOUND.get(p.zero_stage, size)
     unasked = {
-        f"the stages of a pipeline {untimed}": p.pipeline_model_parallel_size > 1,
-        f"the passes of ZeRO 3 {untimed}": sharded and p.zero_stage == 3,
         "a custom model or loss may need the host": is_custom,
-        "ZeRO 1 gathers new weights between the steps": sharded and is_large,
+        "ZeRO 1 gathers new weights between the steps": keeps_ahead and p.zero_stage == 1,
+        "the host keeps ahead of passes so long, with ZeRO 3": keeps_ahead and p.zero_stage == 3,
     }
     chosen = {"of --cuda-graphs off": t.cuda_graphs == "off"}
     reasons = chosen | never | (unasked if t.cuda_graphs == "auto" else {})
