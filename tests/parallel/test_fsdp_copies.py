@@ -70,7 +70,10 @@ def keep(folder, rank):
     ("ranks", "flags"),
     [
         (2, "--bf16 --recompute-granularity full --eval-interval 2"),
-        (2, "--fp16 --initial-loss-scale 1024 --seq-length 16 --hidden-size 48 --num-attention-heads 3 --swiglu"),
+        (
+            2,
+            "--fp16 --initial-loss-scale 1024 --seq-length 16 --hidden-size 48 --num-attention-heads 3 --swiglu",
+        ),
         (3, "--global-batch-size 12"),
     ],
 )

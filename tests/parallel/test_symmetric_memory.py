@@ -120,7 +120,9 @@ def test_choice(monkeypatch):
         symmetric_memory.choose_mapper("copies", object(), cpu)
 
 
-@pytest.mark.parametrize(("zero", "group"), [(0, "gradients"), (1, "shard"), (2, None), (3, "shard")])
+@pytest.mark.parametrize(
+    ("zero", "group"), [(0, "gradients"), (1, "shard"), (2, None), (3, "shard")]
+)
 def test_each_stage_of_zero(monkeypatch, zero, group):
     layout, given = mock.Mock(group=lambda name: name), mock.Mock(return_value=("mapper", ""))
     monkeypatch.setattr(network.symmetric_memory, "choose_mapper", given)

@@ -177,7 +177,13 @@ def test_two_gpus(tmp_path, more):
             "--eval-iters 1 --eval-interval 2".split()
         )
         words += ["--cuda-graphs", how, "--run-dir", str(tmp_path / how)]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ]
         done = subprocess.run(
             [*launcher, "-m", "meshwright", "train", *words], capture_output=True, text=True
         )

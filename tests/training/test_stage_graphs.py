@@ -157,7 +157,13 @@ def test_two_gpus(tmp_path, flags):
     rows = {}
     for how in ("off", "on"):
         words = [*SMALL, *flags.split(), "--cuda-graphs", how, "--run-dir", str(tmp_path / how)]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ]
         done = subprocess.run(
             [*launcher, "-m", "meshwright", "train", *words], capture_output=True, text=True
         )

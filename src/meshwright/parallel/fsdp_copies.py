@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from meshwright.parallel.symmetric_memory import Arrival, BufferMapper
 
@@ -54,7 +53,7 @@ class Rooms:
         self.last = None
 
 
-class CopiedGather(AllGather):
+class CopiedGather:
     """A gather of a block's weights, for `set_custom_all_gather`."""
 
     def __init__(self, rooms: Rooms) -> None:
@@ -75,7 +74,7 @@ class CopiedGather(AllGather):
         rooms.end(rooms.buffer.gather(rooms.begin, output_tensor.numel()))
 
 
-class CopiedSum(ReduceScatter):
+class CopiedSum:
     """A sum of a block's gradients in full precision, for `set_custom_reduce_scatter`.
 
     The gradients are sent as the backward pass computes them, in half of the bytes.
@@ -133,4 +132,6 @@ class Exchanges:
 
 def padded_size(block: nn.Module, ranks: int) -> int:
     """Return the elements of a block's parameters, with rows for all ranks alike."""
-    return sum(p.numel() // p.shape[0] * -(-p.shape[0] // ranks) * ranks for p in block.parameters())
+    return sum(
+        p.numel() // p.shape[0] * -(-p.shape[0] // ranks) * ranks for p in block.parameters()
+    )

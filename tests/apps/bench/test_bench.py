@@ -95,10 +95,14 @@ def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
 
 
 def test_a_row_on_several_gpus_brings_the_one_beside_it():
-    assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == [
+    assert [one.name for one in rows.chosen(["layouts"], "DP4 ZeRO-3", 4)] == [
+        "345M micro-batch 4",
+        "345M micro-batch 4 DP4 ZeRO-3",
         "2.7B",
         "2.7B DP4 ZeRO-3",
     ]
+    # No GPU has room for it alone.
+    assert [one.name for one in rows.chosen(["layouts"], "8B fp8", 2)] == ["Llama 3 8B fp8 ZeRO-3"]
     assert rows.default_sets(0) == ["cpu"]
 
 

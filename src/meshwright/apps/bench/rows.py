@@ -22,6 +22,7 @@ XL = "--num-layers 48 --hidden-size 1600 --num-attention-heads 25 --seq-length 1
 MODEL_124M = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
 TINY = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 4"
+LLAMA_8B = "--preset llama3-8b"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
 FP8 = "--fp8-format e4m3"
 WARMUP = 5  # steps
@@ -139,6 +140,7 @@ def of_layouts(gpus: int) -> list[BenchRow]:
     by_columns = "--tensor-model-parallel-size 2 --zero-stage 1"
     a = f"{A} {DRY}"
     c = f"{C} {DRY}"
+    sharded_8b = f"{LLAMA_8B} --zero-stage 3 --recompute-granularity selective"
     return [
         row("345M", a, 32),
         on_all(f"345M DP{gpus}", a, 32, 32 * gpus, beside="345M"),
@@ -152,6 +154,14 @@ def of_layouts(gpus: int) -> list[BenchRow]:
             steps=60,
             beside="345M micro-batch 4",
         ),
+        on_all(
+            f"345M micro-batch 4 DP{gpus} ZeRO-3",
+            f"{A} --zero-stage 3",
+            4,
+            4 * gpus,
+            steps=60,
+            beside="345M micro-batch 4",
+        ),
         # The head computes as much as 4 of these layers, so the last stage has fewer.
         on_all(
             "345M PP2",
@@ -160,6 +170,15 @@ def of_layouts(gpus: int) -> list[BenchRow]:
             64 * gpus // 2,
             20,
             beside="345M",
+        ),
+        row("762M", f"{L} {DRY}", 16, 32, steps=12),
+        on_all(
+            "762M PP2",
+            f"{L} {DRY} {stages} 9 --pipeline-layout 10,10,10,6",
+            8,
+            64 * gpus // 2,
+            12,
+            beside="762M",
         ),
         row("1.3B", f"{B} {DRY}", 16, steps=20),
         on_all(f"1.3B DP{gpus}", f"{B} {DRY}", 16, 16 * gpus, 20, beside="1.3B"),
@@ -192,6 +211,24 @@ def of_layouts(gpus: int) -> list[BenchRow]:
             beside="2.7B",
         ),
         on_all("2.7B PP2", f"{c} {stages} 8", 4, 32 * gpus // 2, 8, beside="2.7B"),
+        # These are too large for one GPU.
+        on_all("Llama 3 8B ZeRO-3", sharded_8b, 1, 2 * gpus, 6, vocabulary=128256),
+        on_all(
+            "Llama 3 8B fp8 ZeRO-3",
+            f"{sharded_8b} --fp8-format hybrid",
+            1,
+            2 * gpus,
+            6,
+            vocabulary=128256,
+        ),
+        on_all(
+            "Llama 3 8B PP2",
+            f"{LLAMA_8B} {stages} 8 --pipeline-layout 9,9,8,6",
+            1,
+            16 * gpus // 2,
+            6,
+            vocabulary=128256,
+        ),
     ]
 
 
