@@ -215,6 +215,14 @@ def test_reasons_against_graphs():
     assert "optimizer" in reason("--cpu-optimizer")
     stages = ["--world-size", 2, "--pipeline-model-parallel-size", 2]
     assert reason(*stages) is None
+    for kinds in (
+        ("--pipeline-model-parallel-size", 2),
+        ("--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2),
+        ("--zero-stage", 3, "--tensor-model-parallel-size", 2),
+    ):
+        mixed = ["--world-size", 4, *kinds]
+        assert "other kinds of ranks" in reason(*mixed)
+        assert reason(*mixed, "--cuda-graphs", "on") is None
     # Large layers take the device longer than the host, which then gathers as it goes.
     for stage, fits, large in ((1, 16, 32), (3, 64, 128)):
         sizes = [

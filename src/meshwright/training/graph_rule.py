@@ -51,7 +51,15 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     }
     size = rows(config) * (m.hidden_size or 0) ** 2
     keeps_ahead = sharded and size > HOST_BOUND.get(p.zero_stage, size)
+    # A graph that no run on GPUs has tried is not recorded unasked.
+    is_staged = p.pipeline_model_parallel_size > 1
+    divides_layers = p.tensor_model_parallel_size * p.context_parallel_size > 1
+    is_mixed = (is_staged and config.dp > 1) or (
+        divides_layers and (is_staged or (sharded and p.zero_stage == 3))
+    )
     unasked = {
+        "pipelines or ZeRO 3 beside other kinds of ranks have not run in graphs on GPUs; "
+        "--cuda-graphs on records them": is_mixed,
         "a custom model or loss may need the host": is_custom,
         "ZeRO 1 gathers new weights between the steps": keeps_ahead and p.zero_stage == 1,
         "the host keeps ahead of passes so long, with ZeRO 3": keeps_ahead and p.zero_stage == 3,
