@@ -207,6 +207,19 @@ def test_rates_follow_the_tokens(warmup: str) -> None:
     assert got == pytest.approx(want, rel=1e-9) and 1e-5 in got
 
 
+def test_the_tokens_that_were_read_decide() -> None:
+    """After a change of the schedule they differ from those of its first steps."""
+    words = "--train-samples=80 --lr-decay-tokens=3000 --lr-decay-style=linear --min-lr=0".split()
+    lengths = "--seq-length-schedule=0:32 12:64"
+    schedule = build_schedule(parse(*words, "--lr-warmup-samples=12", lengths))
+    # The warm-up in samples gives 384 tokens by the schedule.
+    assert schedule.lr(40, 3000) == 0 and schedule.lr(8, 2000) == pytest.approx(1e-3 * 8 / 12)
+    assert schedule.lr(16, 1692) == pytest.approx(1e-3 / 2)
+    assert schedule.lr(16, 200) == 1e-3  # and not more, for fewer
+    schedule = build_schedule(parse(*words, "--lr-warmup-tokens=500", lengths))
+    assert schedule.lr(40, 250) == pytest.approx(1e-3 / 2)
+
+
 def test_a_warm_up_in_steps_beside_a_decay_in_tokens() -> None:
     """As in Megatron-DeepSpeed's ds_pretrain_gpt2.sh."""
     words = (

@@ -198,6 +198,7 @@ def go_back_and_load(
         p = loaded.progress
         assert (p.iteration, p.consumed_train_samples, p.schedule_samples) == (2, 8, 8)
         p.iteration, p.consumed_train_samples, p.rollbacks = 4, 16, 1
+        p.consumed_train_tokens *= 2
         loaded.state.skips.append([8, "rolled back, passed over to 16"])
         loaded.saving.run(loaded.progress.iteration)
         loaded.state.saver.wait()
@@ -242,14 +243,15 @@ def test_a_run_that_went_back_is_the_one_that_was_loaded(tmp_path: Path) -> None
         overwrite(live, 2)
         settings = StepSettings(0, 1.0, 0.0, 1.0, "global", False)
         live.guard.roll_back(
-            Submitted(30, 120, 116, 4, None, settings, 0.0, (), None, list),
+            Submitted(30, 120, 1920, 116, 1856, 4, 16, settings, 0.0, (), None, list),
             "a spike",
             "--on-spike",
             99,
         )
         loaded = start(tmp_path / "loaded", words)
     loaded.progress.iteration, loaded.progress.consumed_train_samples = 30, 120
-    loaded.progress.nonfinite_in_a_row, loaded.progress.rollbacks = 0, 25
+    loaded.progress.consumed_train_tokens = 1920
+    loaded.progress.nonfinite_in_a_row, loaded.progress.rollbacks = 0, 27
     loaded.state.skips.append([11, "rolled back, passed over to 120"])
     loaded.state.saver.kept = None
     assert different(everything(live), everything(loaded)) == []

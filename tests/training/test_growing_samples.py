@@ -7,12 +7,13 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from graphs_on_cpu import Recorder, stand_in
-from helpers import SMALL_FLAGS, TINY_FLAGS, TinyRun, printed_losses, read_rows
+from helpers import SMALL_FLAGS, TINY_FLAGS, TinyRun, open_step, printed_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
@@ -20,6 +21,7 @@ from meshwright.data.loader import DocumentEnds, Loader, LoaderSpec, Mock
 from meshwright.model import counts
 from meshwright.training.log.lines import Interval, RunSizes
 from meshwright.training.setup import sizes_of_run
+from meshwright.training.state.state import Progress, State
 
 LENGTHS = "--seq-length-schedule=0:4 2:8 4:16"
 Run = Callable[..., TinyRun]
@@ -158,3 +160,93 @@ def test_advice_about_a_decay_in_tokens(run: Run, tmp_path: Path) -> None:
     assert other.status and "--lr-decay-tokens 900 keeps the checkpoint's" in other.err
     kept = run(*words, "--lr-decay-tokens=900", "--lr-warmup-iters=20")
     assert kept.status and "shorten it to 19 or less" in kept.err
+
+
+def in_folder(folder: Path) -> list[str]:
+    return ["--eval-iters=0", "--save", str(folder), "--load", str(folder)]
+
+
+def test_tokens_stay_counted_when_the_schedule_changes(run: Run, tmp_path: Path) -> None:
+    """Two steps of whole samples, four that grow, and two of whole ones again."""
+    words = [*in_folder(tmp_path), "--train-samples=32", "--train-iters=none", "--min-lr=0"]
+    words += ["--override-opt_param-scheduler", "--lr-decay-style=linear", "--num-layers=1"]
+    decay = "--lr-decay-tokens=600"
+    assert run(*words, decay, "--exit-interval=2").status == 0
+    grown = run(*words, decay, LENGTHS, "--exit-interval=6")
+    whole = run(*words, "--lr-decay-samples=46")
+    assert (grown.status, whole.status) == (0, 0)
+    lengths = [16, 16, 8, 8, 16, 16, 16, 16]
+    for last, applied in ((2, lengths[:2]), (6, lengths[:6]), (8, lengths)):
+        state = open_step(str(tmp_path), last).state
+        assert state["consumed_train_tokens"] == state["schedule_tokens"] == 4 * sum(applied)
+    rates = [1e-2 * (1 - 4 * sum(lengths[:step]) / 600) for step in range(2, 6)]
+    assert grown.column("lr") == pytest.approx(rates)
+
+
+def test_a_rate_in_tokens_follows_those_of_applied_steps(run: Run, tmp_path: Path) -> None:
+    """The first steps overflow: the lengths that they had are not those of the applied ones."""
+    words = [*in_folder(tmp_path), LENGTHS, "--fp16", "--initial-loss-scale=4294967296"]
+    words += ["--hysteresis=1", "--lr-decay-tokens=4000", "--lr-decay-style=linear"]
+    words += ["--weight-decay-incr-style=rate", "--train-iters=24"]
+    got = run(*words)
+    assert got.status == 0
+    tokens = 0
+    skipped = got.column("skipped")
+    assert 4 < sum(skipped) < 20
+    for row in read_rows(got.folder, "step"):
+        share = 1 - tokens / 4000
+        assert row["lr"] == pytest.approx(1e-2 * share), row["iteration"]
+        assert row["weight_decay"] == pytest.approx(0.01 * share), row["iteration"]
+        tokens += 0 if row["skipped"] else 4 * row["length"]
+    state = open_step(str(tmp_path), 24).state
+    assert state["schedule_tokens"] == tokens
+    assert state["consumed_train_tokens"] == 4 * sum(got.column("length"))
+
+
+def test_iterations_passed_over_consume_tokens(run: Run, tmp_path: Path) -> None:
+    words = [*in_folder(tmp_path), LENGTHS, "--skip-train-iteration-range=2-3"]
+    assert run(*words).status == 0
+    state = open_step(str(tmp_path), 6).state
+    assert state["consumed_train_tokens"] == 4 * (4 + 4 + 8 + 8 + 16 + 16)
+    assert state["schedule_tokens"] == 4 * (4 + 8 + 16 + 16)
+
+
+def test_a_checkpoint_without_tokens(run: Run) -> None:
+    """Other programs' have none: samples are taken to have had the lengths of the schedule."""
+    config = parse_settings(TrainConfig, [*TINY_FLAGS, LENGTHS], "meshwright train").config
+    state: Any = MagicMock(config=config, progress=Progress())
+    State.take_over(state, {"consumed_train_samples": 20, "schedule_samples": 12})
+    assert state.progress.consumed_train_tokens == 4 * (4 + 4 + 8 + 8 + 16)
+    assert state.progress.schedule_tokens == 4 * (4 + 4 + 8)
+    State.take_over(state, {"consumed_train_tokens": 7, "schedule_tokens": 5})
+    assert (state.progress.consumed_train_tokens, state.progress.schedule_tokens) == (7, 5)
+
+
+def test_lengths_in_tokens_that_would_be_miscounted(run: Run, tmp_path: Path) -> None:
+    """The end of the run, and a decay without a schedule, are found in samples."""
+    words = [*in_folder(tmp_path), "--train-iters=none", "--override-opt_param-scheduler"]
+    assert run(*words, LENGTHS, "--train-tokens=960", "--exit-interval=3").status == 0
+    # The three steps gave 64 tokens; as whole samples they would be 192.
+    other = run(*words, "--train-tokens=960")
+    assert other.status and "12 samples as 192 tokens" in other.err
+    assert "and gave 64; give --train-samples 68 instead" in other.err
+    decay = run(*words, "--train-samples=68", "--lr-decay-tokens=640")
+    assert decay.status and "give --lr-decay-samples 48 instead" in decay.err
+    # With a schedule the decay follows what was read, while the end of the run is still counted.
+    later = "--seq-length-schedule=0:8 4:16"
+    end = run(*words, later, "--train-tokens=960", "--dry-run")
+    assert end.status and "12 samples as 96 tokens" in end.err
+    assert "give --train-samples 70 instead" in end.err
+    got = run(*words, later, "--train-samples=70", "--lr-decay-tokens=640", "--exit-interval=17")
+    assert got.status == 0 and open_step(str(tmp_path), 17).state["consumed_train_tokens"] == 928
+
+
+def test_steps_at_rate_0_after_a_change_of_the_schedule(run: Run, tmp_path: Path) -> None:
+    """Whole samples have used up tokens that the schedule would have left."""
+    words = [*in_folder(tmp_path), "--override-opt_param-scheduler"]
+    assert run(*words, "--exit-interval=2").status == 0
+    # 128 tokens are read; steps 3 to 6 read 32, 32, 64, 64. A decay of 224 ends after the fifth.
+    got = run(*words, LENGTHS, "--lr-decay-tokens=224", "--dry-run")
+    assert "steps 6 to 6 (1 steps) would run at learning rate 0" in got.out
+    assert "--lr-decay-tokens 320 or" in got.out
+    assert "rate 0" not in run(*words, LENGTHS, "--lr-decay-tokens=320", "--dry-run").out

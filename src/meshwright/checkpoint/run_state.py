@@ -67,6 +67,8 @@ COUNTERS = (
     "iteration",
     "consumed_train_samples",
     "schedule_samples",
+    "consumed_train_tokens",
+    "schedule_tokens",
     "optimizer_steps",
     "nonfinite_in_a_row",
     "rollbacks",

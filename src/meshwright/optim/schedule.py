@@ -2,8 +2,9 @@
 
 Samples rather than iterations, so that a changing batch size follows the same curve (Megatron's
 convention). With --seq-length-schedule samples have different lengths, and a decay in tokens
-follows the tokens that they have given (Megatron-DeepSpeed's). A step uses the samples of the steps
-before it: with a warm-up the first rate is 0.
+follows the tokens that the samples of successful steps have given (Megatron-DeepSpeed's follows
+those of all steps). A step uses the samples of the steps before it: with a warm-up the first rate
+is 0.
 """
 
 from __future__ import annotations
@@ -48,15 +49,28 @@ class Schedule:
             return samples
         return self.lengths_batch * read_lengths(self.lengths).tokens(samples / self.lengths_batch)
 
-    def lr(self, samples: float) -> float:
+    def samples_of(self, counted: float) -> float:
+        """Return the samples that give so many tokens: the inverse of `counted`."""
+        if not self.lengths:
+            return counted
+        return self.lengths_batch * read_lengths(self.lengths).steps(counted / self.lengths_batch)
+
+    def lr(self, samples: float, tokens: float | None = None) -> float:
+        """Return the rate after so many samples, which gave these tokens.
+
+        Without `tokens` they are those of the schedule's first steps. Steps that were skipped, or
+        taken before this schedule of lengths was given, make a difference.
+        """
         # Megatron's formulas, in its order of operations.
         now, warmup = self.counted(samples), self.counted(self.warmup)
-        if self.warmup > 0 and samples <= self.warmup:
-            risen, whole = (now, warmup) if self.warmup_unit == "tokens" else (samples, self.warmup)
+        if self.lengths and tokens is not None:
+            now = tokens
+        risen, whole = (now, warmup) if self.warmup_unit == "tokens" else (samples, self.warmup)
+        if self.warmup > 0 and risen <= whole:
             return self.init_lr + (self.max_lr - self.init_lr) * risen / whole
         if self.style == "constant":
             return self.max_lr
-        if samples > self.decay:
+        if now > self.counted(self.decay):
             return self.min_lr
         if self.style == "inverse-square-root":
             fallen = self.max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(now, 1))
@@ -72,7 +86,8 @@ class Schedule:
             begin = self.counted(self.decay - self.wsd_samples)
             ratio = max(now - begin, 0) / (self.counted(self.decay) - begin)
         else:
-            ratio = (now - warmup) / (self.counted(self.decay) - warmup)
+            # A warm-up in samples may have given fewer tokens than its samples give by `counted`.
+            ratio = max(now - warmup, 0) / (self.counted(self.decay) - warmup)
         if style == "exponential":
             return 2.0 * math.pow(0.5, ratio) - 1.0
         if style == "minus_sqrt":
@@ -81,10 +96,10 @@ class Schedule:
             return 1 - ratio
         return 0.5 * (math.cos(math.pi * ratio) + 1)
 
-    def wd(self, samples: float) -> float:
+    def wd(self, samples: float, tokens: float | None = None) -> float:
         # In proportion to the rate, so that rate x decay falls as its square.
         if self.wd_style == "rate":
-            return self.end_wd * (self.lr(samples) / self.max_lr) if self.max_lr else 0.0
+            return self.end_wd * (self.lr(samples, tokens) / self.max_lr) if self.max_lr else 0.0
         if self.wd_style == "constant" or samples > self.wd_samples:
             return self.end_wd
         # A ramp, linear or of a cosine.
@@ -177,15 +192,20 @@ def warn_of_idle_steps(
     iteration: int = 0,
     consumed: int = 0,
     scheduled: int = 0,
+    tokens: int | None = None,
 ) -> list[str]:
     """Return a warning if steps to come run at learning rate 0, or the run ends within its warm-up.
 
     `total` counts all steps of the run, the other numbers what was done before: steps, samples, and
-    the schedule's samples. The first step of a warm-up is at rate 0 by design and does not count.
+    the schedule's samples and tokens. The first step of a warm-up is at rate 0 by design and does
+    not count.
     """
     if c.optimizer.lr is None or c.training.skip_train:
         return []
     size = c.global_batch
+    # The tokens that were read beyond those that this schedule of lengths would have given.
+    more = tokens - s.counted(scheduled) if s.lengths and tokens is not None else 0
+    decay = s.samples_of(s.counted(s.decay) - more) if more else s.decay
     # The first number of samples at which the rate is 0. The inverse square root falls to the
     # lowest rate only after the last sample of the decay; the others reach it there.
     never = 1 << 62
@@ -195,7 +215,7 @@ def warn_of_idle_steps(
     elif s.min_lr or s.style == "constant":
         zero = never
     else:
-        zero = s.decay + (s.style == "inverse-square-root")
+        zero = decay + (s.style == "inverse-square-root")
     # The first step at this rate: one by one while the batch grows, then by division.
     step = iteration
     now = scheduled
@@ -217,8 +237,8 @@ def warn_of_idle_steps(
         if s.max_lr:
             flag = f"--lr-decay-iters {total}" if by_steps else f"--lr-decay-samples {c.samples}"
             if s.lengths:
-                flag = f"--lr-decay-tokens {c.tokens_of(total * size):.0f}"
-            why = f"the decay ends after {s.decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
+                flag = f"--lr-decay-tokens {c.tokens_of(total * size) + more:.0f}"
+            why = f"the decay ends after {decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
         return [f"{which} would run at learning rate 0: {why}{override}"]
     # A warm-up that outlasts the run.
     end = now + (total - step) * size

@@ -35,9 +35,11 @@ class Submitted(NamedTuple):
 
     iteration: int
     consumed: int  # samples, with this step's
+    consumed_tokens: int  # likewise
     scheduled: int  # samples of the learning rate's schedule, without this step's
+    scheduled_tokens: int  # likewise
     size: int  # samples
-    length: int | None  # tokens of each, if that changes during the run
+    length: int  # tokens of each
     settings: StepSettings
     data_ms: float  # the wait for its batch
     names: tuple[str, ...]  # of its numbers; most are columns of metrics.jsonl
@@ -97,20 +99,22 @@ class InFlight:
         if extras:
             numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())])
         config = self.state.config
-        size, length = config.batch(p.consumed_train_samples), None
-        if config.training.seq_length_schedule is not None:
-            length = config.sample_length(p.iteration + 1)
-        scheduled = p.schedule_samples
+        size, length = config.batch(p.consumed_train_samples), config.sample_length(p.iteration + 1)
+        scheduled, scheduled_tokens = p.schedule_samples, p.schedule_tokens
         p.iteration += 1
         p.consumed_train_samples += size
+        p.consumed_train_tokens += size * length
         p.schedule_samples += size
+        p.schedule_tokens += size * length
         # Marked before the numbers are copied, so that it has been passed when they are here.
         ended = devices.mark(net.device)
         self.submitted.append(
             Submitted(
                 iteration=p.iteration,
                 consumed=p.consumed_train_samples,
+                consumed_tokens=p.consumed_train_tokens,
                 scheduled=scheduled,
+                scheduled_tokens=scheduled_tokens,
                 size=size,
                 length=length,
                 settings=settings,
@@ -150,8 +154,9 @@ class InFlight:
         overflow = skipped and math.isfinite(loss) and state.config.precision.fp16
         harmless = overflow and state.scaler.may_overflow(settings.scale)
         scheduled = step.scheduled + (0 if skipped else step.size)
+        tokens = step.scheduled_tokens + (0 if skipped else step.size * step.length)
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
-        if step.length is not None:
+        if state.config.training.seq_length_schedule is not None:
             numbers["length"] = step.length
         row = {
             "batch": step.size,
@@ -163,12 +168,14 @@ class InFlight:
             "data_ms": round(step.data_ms, 3),
             **numbers,
         }
-        logged = step.iteration, step.consumed, self.seconds_of(step), schedule.lr(scheduled)
+        next_lr = schedule.lr(scheduled, tokens)
+        logged = step.iteration, step.consumed, self.seconds_of(step), next_lr
         self.unwritten = functools.partial(self.metrics.step, *logged, row)
         if skipped:  # whatever was submitted since then does not count
             p.iteration = step.iteration
             p.consumed_train_samples = step.consumed
-            p.schedule_samples = scheduled
+            p.consumed_train_tokens = step.consumed_tokens
+            p.schedule_samples, p.schedule_tokens = scheduled, tokens
         return Settled(step, loss, norm, not skipped, votes)
 
     def seconds_of(self, step: Submitted) -> float:

@@ -164,7 +164,7 @@ class Trainer:
     def begin(self) -> None:
         """Print warnings and the beginning, and save the first weights if --save-at-start asks."""
         p, total = self.progress, self.state.total_steps()
-        done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
+        done = (p.iteration, p.consumed_train_samples, p.schedule_samples, p.schedule_tokens)
         for line in warn_of_idle_steps(self.state.schedule, self.config, total, *done):
             notice(f"WARNING: {line}")
         say("training ...", FORMS.get(self.config.logging.log_format, MEGATRON).start)
@@ -202,12 +202,12 @@ class Trainer:
     def step_settings(self) -> StepSettings:
         """Return the numbers of the next update, and whether this rank votes to stop."""
         t, state = self.config.training, self.state
-        samples = self.progress.schedule_samples
+        done = self.progress.schedule_samples, self.progress.schedule_tokens
         # A single rank needs no vote; several have to stop after the same step.
         wants_stop = False
         if self.team.size > 1:
             wants_stop = self.stop.reason() is not None or self.saving.has_failed
-        lr, weight_decay = state.schedule.lr(samples), state.schedule.wd(samples)
+        lr, weight_decay = state.schedule.lr(*done), state.schedule.wd(*done)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
     def settle(self, keep: int = 0) -> None:

@@ -178,6 +178,7 @@ class Guard:
             )
         begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
+        p.consumed_train_tokens = step.consumed_tokens
         # `done` was read before the checkpoint's older count was loaded.
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0
         self.in_spike = False

@@ -135,6 +135,7 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     if config.training.skip_train:
         return
     require_chosen_batch(config, source.config.get("global_batch_size"))
+    require_counted_tokens(config, state)
     step, consumed = state.get("iteration", 0), state.get("consumed_train_samples", 0)
     root = steps.split_path(c.load or "")[0]
     is_other = not c.save or root.resolve() != Path(c.save).resolve()
@@ -195,6 +196,26 @@ def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
         f"({{micro_batch_size={config.micro_batch}}}{ranks}); "
         f"{keep}, or add {{global_batch_size={now}}} to change it"
     )
+
+
+def require_counted_tokens(config: TrainConfig, state: Mapping[str, Any]) -> None:
+    """Refuse a length in tokens that is counted by samples where earlier ones had other lengths."""
+    t, o = config.training, config.optimizer
+    lengths = [("train", t.train_tokens, "consumed_train")]
+    # With a schedule of lengths the decay follows the tokens that were read.
+    if not config.decays_by_tokens and not o.use_checkpoint_opt_param_scheduler:
+        lengths.append(("lr_decay", o.lr_decay_tokens, "schedule"))
+    for name, given, counter in lengths:
+        samples, read = state.get(f"{counter}_samples", 0), state.get(f"{counter}_tokens")
+        counted = round(config.tokens_of(samples))
+        if not isinstance(given, int) or read in (None, counted):
+            continue
+        # What is left is read with the lengths of now.
+        end = max(int(config.in_samples(None, tokens=counted + max(given - read, 0))), 1)
+        raise SettingsError(
+            f"{{{name}_tokens={given}}} would count the checkpoint's {samples:,} samples as {counted:,} tokens, but they "
+            f"had other lengths and gave {read:,}; give {{{name}_samples={end}}} instead, which is at as many tokens"
+        )
 
 
 def data_left_out(config: TrainConfig, state: Mapping[str, Any]) -> list[str]:
@@ -532,6 +553,7 @@ def check_loading(config: TrainConfig, opened: Source | None) -> list[str]:
         done = [
             state.get(n, 0) for n in ("iteration", "consumed_train_samples", "schedule_samples")
         ]
+        done.append(state.get("schedule_tokens"))
         lines += [
             f"WARNING: {w}" for w in warn_of_idle_steps(schedule, config, config.steps, *done)
         ]

@@ -55,6 +55,10 @@ class Progress:
     iteration: int = 0  # steps that were skipped count too
     consumed_train_samples: int = 0  # likewise
     schedule_samples: int = 0  # of successful steps only; the schedule follows them
+    # The tokens that these samples gave. With --seq-length-schedule, which may begin or change at a
+    # resume, they do not follow from the samples.
+    consumed_train_tokens: int = 0
+    schedule_tokens: int = 0
     nonfinite_in_a_row: int = 0
     # Times that the run went back to the newest checkpoint; 0 once further steps are saved.
     rollbacks: int = 0
@@ -141,7 +145,9 @@ class State:
         begin = p.consumed_train_samples
         while p.iteration < last and not self.is_done:
             p.iteration += 1
-            p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
+            size = self.config.batch(p.consumed_train_samples)
+            p.consumed_train_samples += size
+            p.consumed_train_tokens += size * self.config.sample_length(p.iteration)
         # A checkpoint keeps the decision, so that a resumed run tells the same story.
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
 
@@ -244,6 +250,11 @@ class State:
         # Checkpoints of earlier releases lack some of these.
         for f in dataclasses.fields(Progress):
             setattr(self.progress, f.name, state.get(f.name, f.default))
+        # Where tokens were not counted, as by other programs, the samples say how many there were.
+        for unit in ("consumed_train", "schedule"):
+            if f"{unit}_tokens" not in state:
+                tokens = round(self.config.tokens_of(state.get(f"{unit}_samples", 0)))
+                setattr(self.progress, f"{unit}_tokens", tokens)
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
         scales = self.net.store.scales
         if scales is not None:

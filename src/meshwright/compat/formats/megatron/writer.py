@@ -294,16 +294,16 @@ def adam_state(target: MegatronExport, stage: list[str], tp: int) -> dict[str, A
     numbers = list(range(len(stage)))
     cut = len(groups[0])
     curve = schedule_of(state)
-    at = state.get("schedule_samples", 0)
+    at = state.get("schedule_samples", 0), state.get("schedule_tokens")
     common = {
-        "lr": curve.lr(at) if curve else config.get("lr") or 0.0,
+        "lr": curve.lr(*at) if curve else config.get("lr") or 0.0,
         "betas": (config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)),
         "eps": config.get("adam_eps", 1e-8),
         "bias_correction": True,
         "lr_mult": 1.0,
         "step": state.get("optimizer_steps", state.get("iteration", 0)),
     }
-    decay = curve.wd(at) if curve else config.get("weight_decay") or 0.0
+    decay = curve.wd(*at) if curve else config.get("weight_decay") or 0.0
     param_groups = [
         common | {"params": params, "wd_mult": share, "weight_decay": decay * share}
         for params, share in ((numbers[:cut], 1.0), (numbers[cut:], 0.0))
