@@ -219,6 +219,7 @@ def test_reasons_against_graphs():
         ("--pipeline-model-parallel-size", 2),
         ("--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2),
         ("--zero-stage", 3, "--tensor-model-parallel-size", 2),
+        ("--zero-stage", 3, "--num-distributed-optimizer-instances", 2),
     ):
         mixed = ["--world-size", 4, *kinds]
         assert "other kinds of ranks" in reason(*mixed)

@@ -10,7 +10,6 @@ only the table in shard.py knows how they are cut.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from meshwright.optim import rules
 from meshwright.optim.average import MovingAverage
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import comm, shard
-from meshwright.parallel.fsdp_copies import Exchanges
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
 
@@ -55,12 +53,9 @@ class FullyShardedStore(Store):
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         self.shapes: dict[str, torch.Size] = {}  # before the cut into rows
         self.parameters: dict[str, Any] = {}
-        # Copy engines send the gradients as they are, and the sum alone is in full precision.
-        of_blocks = precision
-        if spec.mapper is not None:
-            of_blocks = dataclasses.replace(precision, reduce_dtype=None)
         arguments |= {
             "mesh": mesh,
+            "mp_policy": precision,
             "shard_placement_fn": lambda p: Shard(shard.rows(p.shape, self.ranks)[0]),
         }
         self.models: list[Any] = models
@@ -70,10 +65,9 @@ class FullyShardedStore(Store):
             # Keep what backward needs first, unless other micro-batches run forward in between.
             *blocks, last = model.h.children()
             for block in blocks:
-                fully_shard(block, mp_policy=of_blocks, reshard_after_forward=True, **arguments)
-            keeps = self.layout.pp == 1
-            fully_shard(last, mp_policy=of_blocks, reshard_after_forward=not keeps, **arguments)
-            fully_shard(model, mp_policy=precision, reshard_after_forward=not keeps, **arguments)
+                fully_shard(block, reshard_after_forward=True, **arguments)
+            fully_shard(last, reshard_after_forward=self.layout.pp > 1, **arguments)
+            fully_shard(model, reshard_after_forward=self.layout.pp > 1, **arguments)
             # Gather the next before this one runs.
             for block, following in itertools.pairwise([*blocks, last]):
                 block.set_modules_to_forward_prefetch([following])
@@ -84,10 +78,6 @@ class FullyShardedStore(Store):
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.update_device)
             self.parameters |= dict(model.named_parameters())
-        self.exchanges: Exchanges | None = None  # by copy engines; None: by collectives
-        if spec.mapper is not None:
-            blocks = [block for model in models for block in model.h.children()]
-            self.exchanges = Exchanges(spec.mapper, blocks, dtype, self.full_dtype)
         self._make_update_ranges()
 
     def begin_backward(self, is_last: bool) -> None:
@@ -165,8 +155,6 @@ class FullyShardedStore(Store):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        if self.exchanges is not None:
-            self.exchanges.forget()
 
     def clear_gradients(self) -> None:
         for name, p in self.parameters.items():

@@ -85,7 +85,7 @@ class SymmetricBuffer:
         return Arrival(self.stream)
 
     def scatter(self, begin: int, size: int, out: Tensor) -> Arrival:
-        """Start to sum this rank's part of a range into `out`, in the precision that this has."""
+        """Start to sum this rank's part of a range into `out`."""
         with submitting(self.stream):
             self.add(self.part(begin, size, self.rank), out)
         return Arrival(self.stream)
@@ -100,9 +100,6 @@ class SymmetricBuffer:
         self.barrier()  # all ranks have written what is summed
         total = self.own[part]
         fetched = self.fetched[: len(total)]
-        if out.dtype is not total.dtype:
-            # torch would round the sum of two low numbers before it writes it.
-            total = out.copy_(total)
         # Each rank begins with another one, so that none is asked by all at once.
         for k in range(1, len(self.all)):
             theirs = self.all[(self.rank + k) % len(self.all)]

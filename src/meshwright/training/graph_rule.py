@@ -53,9 +53,11 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     keeps_ahead = sharded and size > HOST_BOUND.get(p.zero_stage, size)
     # A graph that no run on GPUs has tried is not recorded unasked.
     is_staged = p.pipeline_model_parallel_size > 1
+    is_gathered = sharded and p.zero_stage == 3
     divides_layers = p.tensor_model_parallel_size * p.context_parallel_size > 1
-    is_mixed = (is_staged and config.dp > 1) or (
-        divides_layers and (is_staged or (sharded and p.zero_stage == 3))
+    has_replicas = p.num_distributed_optimizer_instances > 1
+    is_mixed = (is_staged and (divides_layers or config.dp > 1)) or (
+        is_gathered and (divides_layers or has_replicas)
     )
     unasked = {
         "pipelines or ZeRO 3 beside other kinds of ranks have not run in graphs on GPUs; "

@@ -242,15 +242,12 @@ def sums_by_copies(
     None stands for collectives.
     """
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
-    reason = ""
-    if zero == 2 and layout.group("shard") is not None:
-        # A rank keeps only its share of the gradients: others find none to fetch.
-        reason = "is for ZeRO 0, 1 and 3, not 2"
-    elif zero == 3 and config.parallel.offloads:
-        reason = "cannot send weights that are kept on the host"
-    if reason:
+    # From ZeRO 2 on a rank keeps only its share of the gradients: others find none to fetch.
+    if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
-            raise SettingsError(f"{{data_parallel_sums=copies}} {reason}; leave it out")
+            raise SettingsError(
+                f"{{data_parallel_sums=copies}} is for ZeRO 0 and 1, not {zero}; leave it out"
+            )
         return None
     chosen, reason = symmetric_memory.choose_mapper(
         wanted, layout.group("shard" if zero else "gradients"), device

@@ -76,8 +76,6 @@ class ShardedGraphs(Graphs):
         self.has_begun = True
         passes = super().record(net, batches, seed)
         store: Any = net.store
-        # Passes that run as usual must not wait for what was only captured.
-        store.forget_gathered()
         gradients = [parameter.grad for parameter in store.parameters.values()]
         return CapturedPasses(passes.batch, passes.numbers, passes.replays, gradients)
 
@@ -85,6 +83,4 @@ class ShardedGraphs(Graphs):
     def run_piece(
         net: Network, seed: int, batch: Batch, scalars: Tensor, totals: Tensor, position: Position
     ) -> None:
-        # What is captured must not wait for what ran before: all ranks have ended the last pass.
-        net.store.forget_gathered()
         forward_backward(net, seed, untimed, batch, scalars, totals, position)

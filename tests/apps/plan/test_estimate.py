@@ -11,8 +11,10 @@ from meshwright.apps.plan import estimate
 from meshwright.apps.plan.estimate import WITHIN, LayoutSizes, Run, layout_of
 from meshwright.apps.plan.memory import memory_of_rank
 from meshwright.apps.plan.prediction import Prediction, find_machine
+from meshwright.base.device import NVIDIA
 from meshwright.config import checks
 from meshwright.config.schema import TrainConfig
+from meshwright.training import graph_rule
 
 PADDED = 50_304
 MODEL = "--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 --lr 1e-4 --train-iters 10"
@@ -79,6 +81,31 @@ def test_the_seconds_of_a_pipeline_are_near_those_of_its_schedule(words: str) ->
         run, layout, [layout.micro_batch_size], [layout.num_layers_per_virtual_pipeline_stage]
     )
     assert seconds == pytest.approx(Prediction(config, machine, PADDED).time.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "in_graphs"),
+    [
+        ("--pipeline-model-parallel-size 4", 4, True),
+        # More than 256 passes of a stage.
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, False),
+    ],
+)
+def test_a_pipeline_alone_is_estimated_with_its_own_graphs(
+    words: str, ranks: int, in_graphs: bool
+) -> None:
+    """Small layers, whose launches by the host take longer than the device."""
+    batch = "--micro-batch-size 1 --global-batch-size 160"
+    config = config_of(f"--hidden-size 256 --num-attention-heads 4 {batch} {words}", ranks)
+    machine = find_machine("h200")
+    run = Run(config, PADDED, machine.profile, machine.links)
+    layout = layout_of(config)
+    predicted = Prediction(config, machine, PADDED)
+    assert (graph_rule.reason_against(config, NVIDIA) is None) == in_graphs
+    ((seconds,),) = estimate.step_seconds(
+        run, layout, [1], [layout.num_layers_per_virtual_pipeline_stage]
+    )
+    assert seconds == pytest.approx(predicted.time.seconds, rel=0.05)
 
 
 def test_parts_are_shared_by_layouts_that_do_not_differ_in_them(

@@ -30,7 +30,7 @@ from meshwright.parallel.pipeline_schedule import (
     most_sent,
     schedule,
 )
-from meshwright.training import inflight_rule
+from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import (
     WIDTHS,
     count,
@@ -621,8 +621,13 @@ class EstimatedWork(NamedTuple):
 
 
 @functools.lru_cache(1 << 14)
-def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
-    """Return the work of one of so many micro-batches."""
+def has_graphs(run: Run, layout: LayoutSizes) -> bool:
+    return graph_rule.reason_against(run.config_of(layout), run.profile.kind) is None
+
+
+@functools.lru_cache(1 << 14)
+def work_of(run: Run, layout: LayoutSizes, number: int, in_graphs: bool) -> EstimatedWork:
+    """Return the work of one of so many micro-batches, in CUDA graphs or not."""
     c = run.config_of(layout)
     terms = StepTerms(c, run.padded(layout), run.profile, run.links)
     terms.count = number
@@ -638,7 +643,7 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     embedding = Step(terms.embedding(False), terms.embedding(True))
 
     # Without CUDA graphs the host launches all this.
-    launches = waits and not terms.has_graphs
+    launches = waits and not in_graphs
 
     def seconds(step: Step, of: int = 1) -> Seconds:
         device = [way.device_seconds / of for way in step]
@@ -649,7 +654,7 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     # In a pipeline each pass takes what is slower, device or host; without one the host may run
     # ahead within a step, so its seconds are added up on their own.
     host = 0.0
-    if not waits and not terms.has_graphs:
+    if not waits and not in_graphs:
         host = sum(work.host for step in (stage, embedding, head) for work in step)
     shard = waits * terms.launching({"collective": timing.SHARD_LAUNCHES})
     return EstimatedWork(
@@ -680,9 +685,14 @@ class MicroBatch(NamedTuple):
         return self.number * slowest + (pp - 1) * around
 
 
-@functools.lru_cache(64)
-def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> list[MicroBatch]:
-    """Return the seconds of micro-batches of these sizes, from those of a layer and both ends."""
+@functools.lru_cache(256)
+def micro_batches_of(
+    run: Run, layout: LayoutSizes, sizes: tuple[int, ...], virtual: int | None
+) -> list[MicroBatch]:
+    """Return the seconds of micro-batches of these sizes, from those of a layer and both ends.
+
+    `virtual`: the layers of a virtual stage.
+    """
     pp = layout.pipeline_model_parallel_size
     samples = run.config.global_batch // run.data_ranks(layout)
     key = work_key(run, layout)
@@ -692,7 +702,11 @@ def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> l
     out = list[MicroBatch]()
     for size in sizes:
         number = max(1, samples // size)
-        work = work_of(run, key._replace(micro_batch_size=size), 1 if number == 1 else MANY)
+        # The key leaves out what decides whether there are graphs.
+        full = layout._replace(micro_batch_size=size, num_layers_per_virtual_pipeline_stage=virtual)
+        in_graphs = has_graphs(run, full)
+        several = 1 if number == 1 else MANY
+        work = work_of(run, key._replace(micro_batch_size=size), several, in_graphs)
         layer = work.layer
         first = work.first
         last = work.last
@@ -761,7 +775,9 @@ def step_seconds(
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
     pp = layout.pipeline_model_parallel_size
     zero = layout.zero_stage
-    batches = micro_batches_of(run, layout, tuple(micro))
+    # Of each size of virtual stages, on which it depends whether there are CUDA graphs.
+    rows = [micro_batches_of(run, layout, tuple(micro), size) for size in virtual]
+    longest, shortest = rows[0][0].number, rows[0][-1].number
     largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
 
     # What follows the passes grows evenly with the number of micro-batches, or not at all.
@@ -771,18 +787,17 @@ def step_seconds(
         key = plain._replace(micro_batch_size=samples if zero > 1 else 1)
         ends.append(after_passes(run, key, largest.parameters, largest.layers))
     most, least = ends
-    steps = max(1, batches[0].number - batches[-1].number)
+    steps = max(1, longest - shortest)
 
     # Sums over data-parallel ranks run beside the backward pass, and with ZeRO 2 and 3 beside more.
-    after = list[float]()
-    for batch in batches:
-        share = (batch.number - batches[-1].number) / steps
+    def after(batch: MicroBatch) -> float:
+        share = (batch.number - shortest) / steps
         sums = least.sums + share * (most.sums - least.sums)
         hidden = least.hidden + share * (most.hidden - least.hidden)
         passes = batch.backward + batch.forward * (zero == 3)
         room = (batch.number if zero > 1 else 1) * passes
         beside = min(1.0, room / sums) if sums else 0.0
-        after.append(least.update + sums - beside * (sums - hidden))
+        return least.update + sums - beside * (sums - hidden)
 
     # Where no step is submitted ahead, the device waits while the host prepares one.
     between = run.profile.seconds["step"]
@@ -792,11 +807,11 @@ def step_seconds(
         prepare = 0.0
     slowest = run.profile.reached["slowest"] if run.config.world > 1 else 1.0
     out = list[list[float]]()
-    for size in virtual:
+    for size, batches in zip(virtual, rows, strict=True):
         chunks = run.chunks(layout, size)
         row = list[float]()
-        for batch, rest in zip(batches, after, strict=True):
-            on_device = batch.seconds_with(pp, chunks) + rest
+        for batch in batches:
+            on_device = batch.seconds_with(pp, chunks) + after(batch)
             on_host = batch.number * batch.host + least.host + prepare if batch.host else 0.0
             row.append((max(on_device, on_host) + between) / slowest)
         out.append(row)
@@ -810,7 +825,7 @@ def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
     name = layout.pipeline_schedule
     if pp > 1:
         name = "1f1b"
-        # ZeRO 2 and 3 run without CUDA graphs; what ZeRO 3 gathers is added per layer.
+        # ZeRO 3 in a pipeline has no CUDA graphs either; what it gathers is added per layer.
         zero = min(zero, 2)
         pp = pp if run.config.training.recompute_method == "block" else 2
     return LayoutSizes(

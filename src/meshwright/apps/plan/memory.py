@@ -194,19 +194,13 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
     is_symmetric = (
         1 < size <= profile.symmetric_ranks // stride and p.data_parallel_sums != "collectives"
     )
-    if p.zero_stage == 2 or not is_symmetric:
+    if p.zero_stage > 1 or not is_symmetric:
         return buffers
-    units = shapes_of_rank(config, padded, pipeline_rank)
-    low = WIDTHS[config.precision.dtype]
-    if p.zero_stage == 3:
-        if p.offloads:
-            return buffers
-        # Two rooms for a block's weights, two for its gradients, and a rank's part of these.
-        block = sum(map(math.prod, units[0][0].values()))
-        return buffers + 4 * block * low + -(-block // size) * low + SYMMETRIC_TRIAL
     # A rank's part of the largest bucket, in full precision.
+    units = shapes_of_rank(config, padded, pipeline_rank)
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
-    return buffers + -(-largest // size) * max(low, 4) + SYMMETRIC_TRIAL
+    width = max(WIDTHS[config.precision.dtype], 4)
+    return buffers + -(-largest // size) * width + SYMMETRIC_TRIAL
 
 
 def batch_bytes(config: TrainConfig) -> int:

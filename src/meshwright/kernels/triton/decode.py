@@ -188,7 +188,7 @@ def _load_heads(
             g -= mean
         variance = tl.sum(f * f, 1)[:, None] / DIM
         deviation = tl.sqrt(variance + eps)
-        # Rounded before the rotation, as in the network.
+        # Rounded before the rotation, as in the plain network.
         x = (f / deviation * scale + shift).to(x.dtype)
         partner = (g / deviation * scale_partner + shift_partner).to(x.dtype)
     if HALF > 0:
