@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import threading
 
 import pytest
 
 from meshwright.apps.plan import compare as comparison
-from meshwright.apps.plan.compare import HELD, STEPS, compare, plan_of_run
+from meshwright.apps.plan.compare import HELD, STEPS, compare, plan_of_run, suggest
 from meshwright.apps.plan.memory import RankMemory
-from meshwright.apps.plan.prediction import Prediction
+from meshwright.apps.plan.prediction import Prediction, find_machine
 from meshwright.base.device_profiles import DeviceProfile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -55,6 +57,8 @@ def test_the_term_that_is_off_is_named_after_ten_steps(monkeypatch: pytest.Monke
         plan.compare({key: size - (2 << 30) for key, size in stats.items()}, mapped=2 << 30)
         == lines
     )
+    monkeypatch.setattr(comparison, "suggest", lambda *_: "plan: faster")
+    assert plan.compare(stats) == [*lines, "plan: faster"]
     more = stats | {"allocated_bytes.all.peak": memory.allocated + (9 << 30)}
     more["reserved_bytes.all.peak"] = memory.reserved + (9 << 30)
     slow, off = compare(plan.prediction, memory, [1.0] * 3 + [1.2 * step] * 7, more)
@@ -74,3 +78,40 @@ def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(
     ended.set()
     plan.child.join()
     assert plan.note(1.0) and plan.compare({}) == []
+
+
+RECOMPUTED = "--checkpoint-activations --fp16 --micro-batch-size 8 --global-batch-size 16"
+
+
+@pytest.mark.parametrize(
+    ("words", "gib", "changes"),
+    [
+        (RECOMPUTED, 141, r"with --micro-batch-size 16 and without recomputation"),
+        # Enough for one of the two.
+        (RECOMPUTED, 16, r"without recomputation"),
+        (RECOMPUTED, 12, None),
+        ("--bf16 --micro-batch-size 1 --global-batch-size 8", 141, r"with --micro-batch-size \d"),
+        ("--bf16 --micro-batch-size 16 --global-batch-size 16", 141, None),
+        # A size must divide each batch of a ramp-up.
+        (f"{RECOMPUTED} --rampup-batch-size 8 8 100 --train-samples 1000", 141, None),
+    ],
+)
+def test_a_faster_setting_that_fits_is_named(words: str, gib: int, changes: str | None) -> None:
+    config = config_of(f"--preset gpt2-345m --mock-data {words}")
+    machine = find_machine("h200")
+    small = dataclasses.replace(machine.profile, memory_bytes=gib << 30)
+    prediction = Prediction(config, dataclasses.replace(machine, profile=small), 50_257)
+    line = suggest(prediction, 2 * prediction.time.seconds)
+    if changes is None:
+        assert line is None
+        return
+    assert line is not None
+    found = re.fullmatch(
+        rf"plan: {changes} a step takes about (\S+) ms, (\d+) % less, and (\S+) of {gib}\.00 GiB",
+        line,
+    )
+    assert found is not None, line
+    # The share is that of the plan, the time that of the run.
+    ms, share, need = map(float, found.groups())
+    assert ms == pytest.approx(20 * prediction.time.seconds * (100 - share), rel=0.02)
+    assert share >= 10 and need <= 0.95 * gib
