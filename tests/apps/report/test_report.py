@@ -319,6 +319,20 @@ def test_the_best_and_the_last_validation_are_explained(tmp_path, last, kept, wo
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_samples_that_grow_are_counted_as_samples(tmp_path, capsys):
+    """Their lengths are not known from the settings alone."""
+    folder = run_folder(tmp_path, [start(1, 0), step(1, 1, 5.0), step(1, 2, 4.0)])
+    counted = []
+    for more in ("", '[training]\nseq_length_schedule = "4,16:9"\n'):
+        (folder / "config.toml").write_text(f"[data]\nseq_length = 16\n{more}")
+        said = Page(write_report(folder).read_text()).said
+        assert main(["report", str(folder), str(folder)]) == 0
+        amounts = re.findall(r"^(tokens|samples) +\d", capsys.readouterr().out, re.M)
+        counted.append(("\ntokens\n" in said, amounts))
+    assert counted == [(True, ["tokens"]), (False, ["samples"])]
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_one_definition_of_each_final_figure(tmp_path, capsys):
     """The screen, the page and the comparison agree; the last weights may be validated twice."""
     steps = [step(1, i, 5 - i / 100, skipped=i == 99) for i in range(1, 101)]

@@ -49,6 +49,11 @@ def test_axes(run):
     assert set(step["lines"]["memory"]["y"]) == {1.0} and "mfu" not in step["lines"]
 
 
+def test_samples_that_grow_are_counted_as_samples(run):
+    run.settings["seq_length_schedule"] = "4,8:1000"
+    assert curves(run, View("tokens"))["range"] == [4.0, 20000.0]
+
+
 def test_a_zoom_reads_all_steps_of_its_range(run):
     loss = curves(run, View(begin=3200, end=3220, smooth=0))["lines"]["loss"]
     assert (

@@ -29,6 +29,7 @@ from meshwright.base.runs.history import (
     flat_settings,
     read_history,
     read_settings,
+    tokens_of_sample,
     wall_time,
 )
 from meshwright.base.storage.addresses import shown
@@ -40,7 +41,7 @@ class ComparedRun:
     name: str
     history: History
     settings: dict[str, Any]
-    unit: str  # "tokens", or "samples" if the sequence length of one of the runs is unknown
+    unit: str  # "tokens", or "samples" if the length of one run's samples is unknown or grows
     scale: int  # units per sample
 
     def amount(self, iteration: int) -> int:
@@ -146,11 +147,11 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         read.append((history, flat_settings(read_settings(folder))))
 
     # All runs are counted in one unit.
-    is_length_known = all(isinstance(settings.get("seq_length"), int) for _, settings in read)
-    unit = "tokens" if is_length_known else "samples"
+    lengths = [tokens_of_sample(settings) for _, settings in read]
+    unit = "tokens" if all(lengths) else "samples"
     runs = []
-    for name, (history, settings) in zip(names, read, strict=True):
-        scale = settings["seq_length"] if is_length_known else 1
+    for name, (history, settings), length in zip(names, read, lengths, strict=True):
+        scale = length if length and unit == "tokens" else 1
         runs.append(ComparedRun(name, history, settings, unit, scale))
     return runs
 

@@ -31,6 +31,7 @@ from meshwright.base.runs.history import (
     flat_settings,
     read_history,
     read_settings,
+    tokens_of_sample,
     wall_time,
 )
 from meshwright.base.storage.addresses import shown
@@ -252,8 +253,7 @@ def headlines(
         samples = steps[-1].consumed_samples
         out["steps"] = f"{steps[-1].iteration:,}"
         out["samples"] = f"{samples:,}"
-        length = settings.get("data", {}).get("seq_length")
-        if isinstance(length, int):
+        if length := tokens_of_sample(flat_settings(settings)):
             out["tokens"] = f"{samples * length:,}"
         if skipped := sum(s.skipped for s in steps):
             out["skipped steps"] = f"{skipped:,}"

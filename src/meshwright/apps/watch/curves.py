@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.apps.pages import plot
 from meshwright.base.runs.follow import RunTail, Steps
+from meshwright.base.runs.history import tokens_of_sample
 from meshwright.training.tasks import describe_column
 
 Axis = Literal["step", "tokens", "time"]
@@ -41,9 +42,8 @@ def positions(run: RunTail, axis: Axis) -> Steps:
 
 
 def scale_of(run: RunTail) -> int:
-    """Return the tokens of a sample, or 1 if that is unknown, to count samples."""
-    length = run.settings.get("seq_length")
-    return length if isinstance(length, int) and length > 0 else 1
+    """Return the tokens of a sample, or 1 if they differ or are unknown, to count samples."""
+    return tokens_of_sample(run.settings) or 1
 
 
 def loss_units(runs: Sequence[RunTail]) -> tuple[str, list[float]]:

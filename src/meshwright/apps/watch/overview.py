@@ -19,7 +19,7 @@ from meshwright.apps.pages.styles import COLOURS, RUN_LINES
 from meshwright.apps.watch.curves import scale_of
 from meshwright.base.records import json_ready
 from meshwright.base.runs.follow import RunTail
-from meshwright.base.runs.history import PATIENCE, Attempt
+from meshwright.base.runs.history import PATIENCE, Attempt, tokens_of_sample
 from meshwright.base.runs.rows import METRICS
 
 # Seconds between readings of the files, and between searches for new ones.
@@ -167,7 +167,7 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
             "slow": slow,
             "updated": run.updated,
             "steps": run.count,
-            "unit": "tokens" if run.settings.get("seq_length") else "samples",
+            "unit": "tokens" if tokens_of_sample(run.settings) else "samples",
             "samples": sorted({i for i, _ in record.samples}),
             "seconds": sum(a.seconds for a in attempts),
         }

@@ -339,6 +339,13 @@ def flat_settings(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: value for group in groups.values() for name, value in group.items()}
 
 
+def tokens_of_sample(settings: dict[str, Any]) -> int | None:
+    """Return the tokens of each sample by a run's settings; None if they differ or are unknown."""
+    length = settings.get("seq_length")
+    grows = settings.get("seq_length_schedule") is not None
+    return length if isinstance(length, int) and length > 0 and not grows else None
+
+
 def final_steps(iteration: int, log_interval: Any) -> int:
     """Return the steps at the end whose mean is the final loss, as one step says little.
 
