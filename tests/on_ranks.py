@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -63,6 +64,15 @@ def _rank(
         body(*args)
     finally:
         dist.destroy_process_group()
+
+
+def train_on_two_gpus(flags: list[str]) -> str:
+    """Run `meshwright train` by torchrun on two GPUs; return what it printed."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright"]
+    words = [sys.executable, "-m", *launcher, "train", *flags]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def environments(world: int) -> list[dict[str, str]]:

@@ -3,9 +3,6 @@
 What their Python code must see to is tested on a CPU, with a stand-in for the graphs.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from meshwright.training import network
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 from meshwright.training.validation import evaluate
+from on_ranks import train_on_two_gpus
 
 SIZES = "--num-layers 4 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --max-position-embeddings 128"
 FLAGS = f"{SIZES} --hidden-dropout 0.1 --attention-dropout 0.1 --device cuda --zero-stage 3"
@@ -177,18 +175,8 @@ def test_two_gpus(tmp_path, more):
             "--eval-iters 1 --eval-interval 2".split()
         )
         words += ["--cuda-graphs", how, "--run-dir", str(tmp_path / how)]
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-        ]
-        done = subprocess.run(
-            [*launcher, "-m", "meshwright", "train", *words], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        assert (how == "off") == ("CUDA graphs: off" in done.stdout), done.stdout
+        out = train_on_two_gpus(words)
+        assert (how == "off") == ("CUDA graphs: off" in out), out
         rows[how] = [[r[n] for n in ("loss", "grad_norm")] for r in read_rows(tmp_path / how)]
         # The validations between steps leave weights gathered.
         rows[how] += [r["loss"] for r in read_rows(tmp_path / how, "validation")]

@@ -3,8 +3,6 @@
 import collections
 import concurrent.futures
 import re
-import subprocess
-import sys
 import threading
 import types
 from pathlib import Path
@@ -24,7 +22,7 @@ from meshwright.parallel.pipeline_schedule import schedule
 from meshwright.training import graphs, network, stage_graphs
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
-from on_ranks import environments, run_programs
+from on_ranks import environments, run_programs, train_on_two_gpus
 
 TESTS = Path(__file__).parents[1]
 MORE = "--num-layers=4 --global-batch-size=16 --hidden-dropout=0.1 --attention-dropout=0.1 --z-loss-coef=0.01"
@@ -157,18 +155,8 @@ def test_two_gpus(tmp_path, flags):
     rows = {}
     for how in ("off", "on"):
         words = [*SMALL, *flags.split(), "--cuda-graphs", how, "--run-dir", str(tmp_path / how)]
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-        ]
-        done = subprocess.run(
-            [*launcher, "-m", "meshwright", "train", *words], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        assert (how == "off") == ("CUDA graphs: off" in done.stdout), done.stdout
+        out = train_on_two_gpus(words)
+        assert (how == "off") == ("CUDA graphs: off" in out), out
         rows[how] = [
             [r[n] for n in ("loss", "grad_norm", "skipped")] for r in read_rows(tmp_path / how)
         ]

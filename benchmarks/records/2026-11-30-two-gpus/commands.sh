@@ -42,7 +42,7 @@ LIMIT=80 row "8B Z3 bf16" 2 $L8 --zero-stage 3 --recompute-granularity selective
 LIMIT=80 row "8B Z3 fp8" 2 $L8 --zero-stage 3 --recompute-granularity selective --micro-batch-size 1 --global-batch-size 4 --train-iters 6 --fp8-format hybrid
 LIMIT=80 row "8B PP2 bf16" 2 $L8 $PP 8 --pipeline-layout 9,9,8,6 --micro-batch-size 1 --global-batch-size 16 --train-iters 6 $G
 
-# Call 3
+# Call 3, whose tree sent by copy engines with ZeRO 3 unless a row says "collectives"
 Z="$M27 --zero-stage 3 --train-iters 10 --micro-batch-size 8 --global-batch-size 16"
 row "2.7B one" 1 $M27 --train-iters 8 --micro-batch-size 8 --global-batch-size 8
 row "2.7B Z3 copies" 2 $Z
@@ -56,7 +56,7 @@ row "345M PP2 v4" 2 $M345 $PP 3 --pipeline-layout 4,3,4,3,3,3,3,1 --micro-batch-
 row "345M PP2 v2 m16" 2 $M345 $PP 6 --pipeline-layout 7,7,7,3 --micro-batch-size 16 --global-batch-size 128 --train-iters 12 --cuda-graphs on
 row "345M one 8x8" 1 $M345 --micro-batch-size 8 --global-batch-size 64 --train-iters 12
 
-# Call 4
+# Call 4, likewise
 Z="$M27 --zero-stage 3 --train-iters 10 --micro-batch-size 8 --global-batch-size 16"
 row "2.7B one" 1 $M27 --train-iters 8 --micro-batch-size 8 --global-batch-size 8
 row "2.7B Z3 copies" 2 $Z

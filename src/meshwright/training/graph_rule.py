@@ -11,7 +11,7 @@ from meshwright.training.sizes import rows
 
 # Each forward and backward pass of a pipeline rank is a graph, which takes memory.
 MOST_PASSES = 256
-# Tokens x hidden size^2, up to which the host is slower than the device, by ZeRO stage: see below.
+# Tokens x hidden size^2 up to which graphs pay, by ZeRO stage: see `reason_against`.
 HOST_BOUND = {1: 2**34, 3: 2**36}
 
 
@@ -22,7 +22,7 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     would prevent, as it ends with its step. So "auto" uses no graphs with ZeRO 1 where the host
     keeps ahead of the device anyway. It takes about 2 ms to launch a layer of fused kernels, in
     which an H200 does about 10^12 operations. A layer has 72 x tokens x hidden^2 of them, so the
-    bound is 2^34 tokens x hidden^2. With ZeRO 3, fully_shard makes it about 7 ms: 2^36.
+    bound is 2^34 tokens x hidden^2. With ZeRO 3, fully_shard takes the host several times as long.
     """
     t, m, p, o = config.training, config.model, config.parallel, config.optimizer
     sharded = data_parts(config) > 1
@@ -49,22 +49,24 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
             sampled and t.recompute_granularity == "full" and block == "compiled"
         ),
     }
-    size = rows(config) * (m.hidden_size or 0) ** 2
-    keeps_ahead = sharded and size > HOST_BOUND.get(p.zero_stage, size)
-    # A graph that no run on GPUs has tried is not recorded unasked.
     is_staged = p.pipeline_model_parallel_size > 1
     is_gathered = sharded and p.zero_stage == 3
+    size = rows(config) * (m.hidden_size or 0) ** 2
+    # A graph that no run on GPUs has tried is not recorded unasked.
     divides_layers = p.tensor_model_parallel_size * p.context_parallel_size > 1
     has_replicas = p.num_distributed_optimizer_instances > 1
     is_mixed = (is_staged and (divides_layers or config.dp > 1)) or (
         is_gathered and (divides_layers or has_replicas)
     )
     unasked = {
-        "pipelines or ZeRO 3 beside other kinds of ranks have not run in graphs on GPUs; "
-        "--cuda-graphs on records them": is_mixed,
+        "this layout has not run in graphs on GPUs yet; --cuda-graphs on tries it": is_mixed,
         "a custom model or loss may need the host": is_custom,
-        "ZeRO 1 gathers new weights between the steps": keeps_ahead and p.zero_stage == 1,
-        "the host keeps ahead of passes so long, with ZeRO 3": keeps_ahead and p.zero_stage == 3,
+        "ZeRO 1 gathers new weights between the steps": (
+            sharded and p.zero_stage == 1 and size > HOST_BOUND[1]
+        ),
+        "the host keeps ahead of such large micro-batches with ZeRO 3": (
+            is_gathered and size > HOST_BOUND[3]
+        ),
     }
     chosen = {"of --cuda-graphs off": t.cuda_graphs == "off"}
     reasons = chosen | never | (unasked if t.cuda_graphs == "auto" else {})

@@ -80,6 +80,7 @@ def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(
     assert plan.note(1.0) and plan.compare({}) == []
 
 
+ALONE = "without recomputation"
 RECOMPUTED = "--checkpoint-activations --fp16 --micro-batch-size 8 --global-batch-size 16"
 
 
@@ -88,12 +89,14 @@ RECOMPUTED = "--checkpoint-activations --fp16 --micro-batch-size 8 --global-batc
     [
         (RECOMPUTED, 141, r"with --micro-batch-size 16 and without recomputation"),
         # Enough for one of the two.
-        (RECOMPUTED, 16, r"without recomputation"),
+        (RECOMPUTED, 16, ALONE),
         (RECOMPUTED, 12, None),
         ("--bf16 --micro-batch-size 1 --global-batch-size 8", 141, r"with --micro-batch-size \d"),
         ("--bf16 --micro-batch-size 16 --global-batch-size 16", 141, None),
-        # A size must divide each batch of a ramp-up.
-        (f"{RECOMPUTED} --rampup-batch-size 8 8 100 --train-samples 1000", 141, None),
+        # Another size would not divide each batch of a ramp-up, or change the loss or the batch.
+        (f"{RECOMPUTED} --rampup-batch-size 8 8 100 --train-samples 1000", 141, ALONE),
+        (f"{RECOMPUTED} --loss-mean microbatch", 141, ALONE),
+        ("--bf16 --micro-batch-size 1 --num-accumulation-steps 512", 141, None),
     ],
 )
 def test_a_faster_setting_that_fits_is_named(words: str, gib: int, changes: str | None) -> None:

@@ -339,3 +339,11 @@ def test_the_table_has_last_losses_and_all_tokens(tmp_path: Path) -> None:
     (one,) = results.swept_points(runs)
     assert (one.held_out, one.training, one.tokens, one.seeds) == (4.5, 10.5, 12 * 4 * 16, 2)
     assert one.spread == pytest.approx(math.sqrt(4.5))
+    # The lengths of samples that grow are not in the settings alone.
+    (tmp_path / "b" / "config.toml").write_text(
+        '[data]\nseq_length = 16\n[training]\nseq_length_schedule = "4,16:9"\n'
+    )
+    runs[1].tail = None
+    runs[1].read(tmp_path)
+    (grown,) = results.swept_points(runs)
+    assert grown.tokens is None and results.table([grown])

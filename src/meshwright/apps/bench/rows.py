@@ -140,6 +140,8 @@ def of_layouts(gpus: int) -> list[BenchRow]:
     by_columns = "--tensor-model-parallel-size 2 --zero-stage 1"
     a = f"{A} {DRY}"
     c = f"{C} {DRY}"
+    # Too large for one GPU.
+    on_all_8b = functools.partial(on_all, micro=1, steps=6, vocabulary=128256)
     sharded_8b = f"{LLAMA_8B} --zero-stage 3 --recompute-granularity selective"
     return [
         row("345M", a, 32),
@@ -211,23 +213,12 @@ def of_layouts(gpus: int) -> list[BenchRow]:
             beside="2.7B",
         ),
         on_all("2.7B PP2", f"{c} {stages} 8", 4, 32 * gpus // 2, 8, beside="2.7B"),
-        # These are too large for one GPU.
-        on_all("Llama 3 8B ZeRO-3", sharded_8b, 1, 2 * gpus, 6, vocabulary=128256),
-        on_all(
-            "Llama 3 8B fp8 ZeRO-3",
-            f"{sharded_8b} --fp8-format hybrid",
-            1,
-            2 * gpus,
-            6,
-            vocabulary=128256,
-        ),
-        on_all(
+        on_all_8b("Llama 3 8B ZeRO-3", sharded_8b, batch=2 * gpus),
+        on_all_8b("Llama 3 8B fp8 ZeRO-3", f"{sharded_8b} --fp8-format hybrid", batch=2 * gpus),
+        on_all_8b(
             "Llama 3 8B PP2",
             f"{LLAMA_8B} {stages} 8 --pipeline-layout 9,9,8,6",
-            1,
-            16 * gpus // 2,
-            6,
-            vocabulary=128256,
+            batch=16 * gpus // 2,
         ),
     ]
 

@@ -126,12 +126,12 @@ def suggest(prediction: Prediction, step: float) -> str | None:
     The commands that people copy were written for smaller devices: with more memory larger
     micro-batches fit, and recomputation is not needed. Neither changes more than rounding.
     """
-    config = prediction.config
-    if len(config.batches) > 1:  # a size must suit all batches of a ramp-up
-        return None
-    samples = config.batches[0] // config.dp
-    sizes = [n for n in divisors(samples) if n >= config.micro_batch]
-    given = config.training.recompute_granularity
+    config, t = prediction.config, prediction.config.training
+    sizes = [config.micro_batch]
+    # Other sizes would change the loss or the batch, or not suit all batches of a ramp-up.
+    if t.loss_mean == "global" and not t.num_accumulation_steps and len(config.batches) == 1:
+        sizes = [n for n in divisors(config.global_batch // config.dp) if n >= config.micro_batch]
+    given = t.recompute_granularity
     memory = prediction.machine.profile.memory_bytes
     candidates = list[Prediction]()
     for kind in dict.fromkeys((given, None)):
@@ -139,7 +139,7 @@ def suggest(prediction: Prediction, step: float) -> str | None:
             other = with_settings(config, micro_batch_size=size, recompute_granularity=kind)
             if checks.problems(other, needs_data=False):
                 continue
-            candidate = replace(prediction, config=other, is_measured=False)
+            candidate = replace(prediction, config=other)
             if candidate.left >= MARGIN * memory:
                 candidates.append(candidate)
     if not candidates:
@@ -148,8 +148,7 @@ def suggest(prediction: Prediction, step: float) -> str | None:
     fastest = min(one.time.seconds for one in candidates)
     nearly = [one for one in candidates if one.time.seconds <= (1 + ALIKE) * fastest]
     best = min(nearly, key=lambda one: one.need)
-    now = replace(prediction, is_measured=False).time.seconds
-    ratio = best.time.seconds / now
+    ratio = best.time.seconds / prediction.time.seconds
     if ratio > 1 - GAIN:
         return None
     changes = []

@@ -30,7 +30,7 @@ from meshwright.parallel.pipeline_schedule import (
     most_sent,
     schedule,
 )
-from meshwright.training import graph_rule, inflight_rule
+from meshwright.training import inflight_rule
 from meshwright.training.parameters import (
     WIDTHS,
     count,
@@ -621,11 +621,6 @@ class EstimatedWork(NamedTuple):
 
 
 @functools.lru_cache(1 << 14)
-def has_graphs(run: Run, layout: LayoutSizes) -> bool:
-    return graph_rule.reason_against(run.config_of(layout), run.profile.kind) is None
-
-
-@functools.lru_cache(1 << 14)
 def work_of(run: Run, layout: LayoutSizes, number: int, in_graphs: bool) -> EstimatedWork:
     """Return the work of one of so many micro-batches, in CUDA graphs or not."""
     c = run.config_of(layout)
@@ -704,9 +699,9 @@ def micro_batches_of(
         number = max(1, samples // size)
         # The key leaves out what decides whether there are graphs.
         full = layout._replace(micro_batch_size=size, num_layers_per_virtual_pipeline_stage=virtual)
-        in_graphs = has_graphs(run, full)
-        several = 1 if number == 1 else MANY
-        work = work_of(run, key._replace(micro_batch_size=size), several, in_graphs)
+        in_graphs = terms_of(run, full).has_graphs
+        taken = 1 if number == 1 else MANY
+        work = work_of(run, key._replace(micro_batch_size=size), taken, in_graphs)
         layer = work.layer
         first = work.first
         last = work.last
