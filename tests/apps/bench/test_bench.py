@@ -106,6 +106,19 @@ def test_a_row_on_several_gpus_brings_the_one_beside_it():
     assert rows.default_sets(0) == ["cpu"]
 
 
+@pytest.mark.parametrize(
+    ("words", "pattern", "names"),
+    [
+        (["cpu", "--gpus=2"], "^tiny DP2", ["tiny", "tiny DP2"]),
+        (["--gpus=1"], "^345M fp8$", ["345M fp8"]),
+    ],
+)
+def test_rows_are_listed_by_their_pattern(words, pattern, names, capsys):
+    """With a set and without one."""
+    assert main(["bench", *words, "--list", "--rows", pattern]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == names
+
+
 def test_a_run_of_the_command(tmp_path, capsys, monkeypatch):
     """One row that works and one that train refuses, with a flag of train after --."""
     monkeypatch.setattr(sys, "executable", warm.python())

@@ -43,7 +43,7 @@ class BenchConfig:
         None, "only the rows whose names match this regular expression", value="FORM"
     )
     list: bool = flag(
-        False, "list the sets, or the rows of the sets that are named, and run nothing"
+        False, "list the sets, or the rows if a set or --rows is given, and run nothing"
     )
     out: Path | None = flag(None, "folder for tables and logs (none: bench- and the time)")
     data: str | None = flag(
@@ -109,7 +109,7 @@ def main(argv: Wording) -> int:
     command.flags_of_train(extra)  # --help prints that of train and ends
     if c.calibrate:
         return run_calibration(c, extra)
-    if c.list and not c.sets:
+    if c.list and not (c.sets or c.rows):
         for name, about in rows.ABOUT.items():
             print(f"{name:<10} {about}")
         print(f"\nand each preset: {' '.join(rows.presets())}")
