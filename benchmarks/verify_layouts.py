@@ -62,7 +62,7 @@ LAYOUTS = {
     "PP2 fp16 recomputed": f"{GPT} --fp16 {PP} --checkpoint-activations",
     "PP2 fp8": f"{GPT} --bf16 {PP} {FP8}",
     "PP2 QK-norm": f"{GPT} --bf16 {PP} {QK_NORM}",
-    "PP2 zero-bubble": f"{GPT} --bf16 {PP} --pipeline-schedule zero-bubble",
+    "PP2 gpipe": f"{GPT} --bf16 {PP} --pipeline-schedule gpipe",
     "CP2": f"{GPT} --bf16 {CP}",
     "CP2 ZeRO 3": f"{GPT} --bf16 {CP} --zero-stage 3",
 }
