@@ -32,7 +32,7 @@ COMMANDS = {
     "quickstart": "make a model of your own text, in ten minutes",
     "demo": "train a small model on this machine, in some minutes",
     "preprocess": "convert text to .bin/.idx files of tokens",
-    "data": "verify, inspect, merge, index and fetch token files",
+    "data": "verify, index and merge token files; drop duplicate text",
     "train-tokenizer": "learn a BPE vocabulary from text",
     "presets": "list known models, or print one as flags",
     "plan": "predict memory, time and the best layout of a run",
