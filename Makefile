@@ -1,5 +1,6 @@
 # make demo   text to a trained, talking model on this machine
-# make test   the whole suite; make check: ruff, types and fast tests, for every commit; make test-long: everything
+# make test   the whole suite but the long tests; make test-long: those, which take minutes each;
+#             make check: ruff, types and fast tests, for every commit
 # make faults  38 kinds of fault injected, a line each (part of make test); make faults-long: all cases of them;
 #             make faults-soak: 500 kills of runs, on a machine with many cores
 # make fuzz   random layouts and options against one process; make fuzz CASES=2000 JOBS=12 SEED=1 FUZZ="--json FILE"

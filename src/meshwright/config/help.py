@@ -5,7 +5,7 @@
     meshwright train --help lr            one flag
     meshwright train --help-all           everything
 
-argparse would print 250 flags of `train` at once.
+argparse would print all flags of `train` at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training steps of other programs on our models: transformers, and megatron-core.
+"""Training steps of other programs on our models: transformers, megatron-core, and a plain GPT.
 
 python -m meshwright.apps.bench.programs REQUEST FILE writes a line of JSON for each micro-batch
 that it tries, then one for more steps of the fastest. A step is forward, backward, clipping and
@@ -8,6 +8,7 @@ transformers trains float32 weights under bfloat16 autocast with SDPA, as its Tr
 megatron-core is its GPTModel of local layers with bfloat16 weights, float32 gradients and its
 distributed optimizer. Neither Transformer Engine nor apex is needed; torch does what they would:
 attention is SDPA, AdamW is torch's fused one, norm and scaling of gradients are foreach kernels.
+plain.py has the plain GPT, which takes the row's own micro-batches.
 """
 
 from __future__ import annotations
