@@ -1,10 +1,12 @@
-"""The documentation in both languages: links, commands and flags exist, and the pages correspond.
+"""The documentation in both languages: what it names exists, and the pages correspond.
 
 tests/test_tutorial.py and tests/test_readme.py run the commands of the first hour and README.
 """
 
 from __future__ import annotations
 
+import contextlib
+import html
 import re
 import shlex
 import subprocess
@@ -37,6 +39,12 @@ MORE_FLAGS |= {
 MORE_FLAGS |= {
     f"--{flag}" for flag in "no_python autotuning elastic_training bind_cores_to_rank".split()
 }
+MORE_FLAGS |= {"--fast-dev-run", "--resume"}  # of LiBai's train_net.py
+# Words that begin a command of another program, or of a script, which has flags of its own.
+OTHERS = re.compile(r"(uv|docker|scancel|trackio|FUZZ=\S*|#SBATCH|\S*\.py|\S*\.sh) ")
+# Those in which a path may begin.
+FOLDERS = [ROOT / name for name in (".", "src/meshwright", "src", "tests", "docs")]
+COMPAT = sorted(ROOT.glob("compat/*/"))
 
 
 class Stop(Exception):
@@ -49,7 +57,7 @@ def name(page: Path) -> str:
 
 def prose(page: Path) -> str:
     """Return a page without code blocks and, where it compares programs, without their column."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     return re.sub(r"^\|[^|]*\|", "|", text, flags=re.M) if page.stem == "coming-from" else text
 
 
@@ -117,18 +125,26 @@ def test_commands_parse(
         check(shlex.split(line), monkeypatch)
 
 
-@pytest.mark.parametrize("page", [p for p in GUIDE if p.name != "flags.md"], ids=name)
+PLAIN = [
+    p for p in PAGES if p.name not in ("flags.md", "CHANGELOG.md") and "records" not in p.parts
+]
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=name)
 def test_flags_and_commands_in_prose_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = known_flags(monkeypatch)
-    for span in re.findall(r"`((?:--|meshwright )[^`]+)`", prose(page)):
+    text = re.sub(r"`([^`]+)`", lambda span: "" if OTHERS.match(span[1]) else span[0], prose(page))
+    for flag in re.findall(
+        r"(?<![\w-])--[a-zA-Z][\w-]*(?![\w-]|\.[\w.])", text
+    ):  # not `--valid-...`
+        assert flag in known or flag.replace("--no-", "--", 1) in known, flag
+    for span in re.findall(r"`((?:--|meshwright )[^`]+)`", text):
         words = span.split()
         if words[0] == "meshwright" and words[1].islower() and words[1].isascii():
             assert words[1] in COMMANDS, span
             assert (
                 words[1] != "data" or not words[2:] or words[2] in verbs() or words[2] == "VERB"
             ), span
-        for flag in re.findall(r"(?<!\S)--[a-zA-Z][\w-]*(?![\w.-])", span):  # not `--valid-...`
-            assert flag in known or flag.replace("--no-", "--", 1) in known, f"{flag} in `{span}`"
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=name)
@@ -138,6 +154,33 @@ def test_a_chinese_page_has_the_commands_headings_and_flags_of_its_english_one(p
     assert commands(page) == commands(english)
     spans = [set(re.findall(r"--[a-zA-Z][\w-]*", prose(p))) for p in (english, page)]
     assert spans[0] == spans[1]
+
+
+def rows(page: Path) -> list[int]:
+    """Return the number of table rows below each heading."""
+    return [
+        len(re.findall(r"^\|", part, re.M)) for part in re.split(r"^#+ ", prose(page), flags=re.M)
+    ]
+
+
+def figures(page: Path) -> set[str]:
+    """Return the digits of each number that has two or more.
+
+    Neither commas, points nor zeros at the ends count, as 147.9 thousand is 14.79 times 10,000.
+    """
+    text = re.sub(r"\]\([^)\s]*\)|^\[\w\]: .*|\d+ 月", "", prose(page), flags=re.M)
+    numbers = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", text)
+    return {digits for n in numbers if len(digits := re.sub(r"[,.]", "", n).strip("0")) > 1}
+
+
+@pytest.mark.parametrize("page", [*CHINESE, ROOT / "README.zh.md"], ids=name)
+def test_a_chinese_page_has_the_rows_figures_and_records_of_its_english_one(page: Path) -> None:
+    english = ROOT / "docs" / page.name if page in CHINESE else ROOT / "README.md"
+    assert rows(page) == rows(english)
+    assert figures(page) == figures(english)
+    of_records = [{at for at in links(p) if "records/" in at} for p in (english, page)]
+    ours, theirs = ({at.partition("records/")[2] for at in found} for found in of_records)
+    assert ours == theirs
 
 
 def test_both_readmes_have_the_same_headings() -> None:
@@ -165,6 +208,54 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = page.parent / path if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+def named_files(text: str, folders: list[Path]) -> Iterator[str]:
+    """Yield the paths in a text that begin with a folder of ours and lead to no file."""
+    ends = r"(?:\.(?:py|toml|sh|md|svg)\b|/)(?![\w*<{])"  # not `kernels/*.py`
+    for path in re.findall(rf"(?<![\w./:{{}}-])(?:[A-Za-z_][\w-]*/)+(?:[\w.-]*\w)?{ends}", text):
+        begins = any((folder / path.split("/")[0]).is_dir() for folder in folders)
+        if begins and not any((folder / path).exists() for folder in folders):
+            yield path
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    if not page.stem.startswith(("from-", "coming-from")):  # those name other programs' files
+        spans = " ".join(re.findall(r"`([^`]+)`", prose(page)))
+        assert [*named_files(spans, [*FOLDERS, *COMPAT, page.parent])] == []
+
+
+def test_files_that_the_code_names_exist() -> None:
+    """Comments, docstrings and messages name files by their folders."""
+    sources = [p for place in ("src", "docs", "benchmarks") for p in (ROOT / place).rglob("*.py")]
+    sources = [p for p in sources if "records" not in p.parts]
+    sources += [ROOT / "Makefile", ROOT / "pyproject.toml"]
+    assert [
+        (name(p), path)
+        for p in sources
+        for path in named_files(p.read_text(encoding="utf-8"), [*FOLDERS, p.parent])
+        if not path.endswith("/")
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "picture, words", [("help", ["--help"]), ("train-help", ["train", "--help"])]
+)
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_the_pictures_of_help_show_what_is_printed(
+    picture: str, words: list[str], theme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/screens.py takes them; their number of flags, which any new one changes, may be old."""
+    with contextlib.suppress(SystemExit):
+        main(words)
+    drawing = (ROOT / f"docs/screens/{picture}-{theme}.svg").read_text(encoding="utf-8")
+    pieces = re.findall(r"<text [^>]*clip-path[^>]*>([^<]*)</text>", drawing)
+    shown, printed = (
+        re.sub(r"\s+|\d+(?=\s+flags)", "", text)
+        for text in (html.unescape("".join(pieces)), capsys.readouterr().out)
+    )
+    assert shown.endswith(printed), f"python docs/screens.py {picture}"
 
 
 def test_commits_that_records_name_are_in_the_history() -> None:
