@@ -163,7 +163,7 @@ def gigabytes(label: str, f: Callable[[], Any], moved: int) -> float:
 
 
 def time_casts(sizes: list[list[int]], tiles: list[fp8_triton.CastTile]) -> None:
-    """Time the cast and the transposition by tile; the best are constants of kernels/triton/fp8.py."""
+    """Time the cast and the transposition by tile; the best are in kernels/triton/fp8.py."""
     for n, h in sizes:
         c = 4 * h
         x, one = torch.randn(n, c, device=GPU).bfloat16(), torch.ones(4, device=GPU)

@@ -115,7 +115,7 @@ def halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
     return sides
 
 
-def predict(case: Case, is_estimated: bool) -> StepTime:
+def predict(case: Case, is_estimated: bool = False) -> StepTime:
     return predicted_step(case.words, case.world, load_profile(case.gpu), is_estimated)
 
 

@@ -58,7 +58,8 @@ class BenchConfig:
         300, "most seconds for a row; then it is stopped, and the steps so far count", bound=">0"
     )
     peers: bool = flag(
-        False, "run the same models by other programs too (transformers, megatron-core, a plain GPT), as far as installed"
+        False,
+        "run the same models by other programs too (transformers, megatron-core, a plain GPT), as far as installed",
     )
     peer_names: Peers = flag([], f"as --peers, but only these: {' '.join(get_args(Peer))}")
     peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0")
