@@ -117,7 +117,7 @@ def search_texts(
     m: LanguageModel,
     jobs: Iterable[PromptTexts],
     beam: BeamOptions,
-    advance: Advance = lambda texts: None,
+    advance: Advance,
 ) -> Iterator[PromptTexts]:
     """Yield the jobs with the best texts of a beam search."""
     for job in jobs:

@@ -61,8 +61,8 @@ class Axis:
 class Space:
     """The axes of a sweep: every point of the grid with each of the draws."""
 
-    grid: tuple[Axis, ...] = ()
-    random: tuple[Axis, ...] = ()
+    grid: tuple[Axis, ...]
+    random: tuple[Axis, ...]
 
     def count(self, draws: int) -> int:
         listed = math.prod(len(axis.values) for axis in self.grid)

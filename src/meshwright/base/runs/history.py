@@ -39,13 +39,13 @@ class Validation:
     name: str  # "validation" or "test"
     loss: float
     ppl: float
-    dataset: str = ""  # its name where there are several
+    dataset: str  # its name where there are several
     # whether it followed the last step, which may have been validated before
-    is_at_end: bool = False
-    by_position: dict[str, float] = field(default_factory=dict)
+    is_at_end: bool
+    by_position: dict[str, float]
     # losses by pairs of token files, if there are several
-    by_data: dict[str, float] = field(default_factory=dict)
-    ema_loss: float | None = None  # of the average of --ema
+    by_data: dict[str, float]
+    ema_loss: float | None  # of the average of --ema
 
     @property
     def title(self) -> str:
@@ -229,7 +229,7 @@ class Record:
 class History(Record):
     """The row that counts for each iteration, in order, and all else that the rows say."""
 
-    def __init__(self, updated: float = 0.0) -> None:
+    def __init__(self, updated: float) -> None:
         super().__init__()
         self.steps: list[LoggedStep] = []
         self.updated = updated  # seconds since 1970, of the newest row

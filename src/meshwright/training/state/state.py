@@ -69,7 +69,7 @@ class Progress:
 class State:
     """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
 
-    def __init__(self, spec: Spec, net: Network, team: Team, users: publish.Users = ()) -> None:
+    def __init__(self, spec: Spec, net: Network, team: Team, users: publish.Users) -> None:
         config = self._config = spec.config
         self.net, self.team, self.vocab, self.padded = net, team, spec.vocab, spec.padded
         # Settings that only the start finds: a micro-batch that fits, where the blend changes.
