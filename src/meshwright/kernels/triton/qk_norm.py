@@ -25,8 +25,10 @@ from meshwright.kernels.triton.heads import (
     SlotTile,
     _move_slot,
     angles_of,
+    empty_qk,
     parts_of,
     shape_of,
+    with_strides,
 )
 
 # Backward keeps a head, its gradient and up to three sums of each in registers: with 16 heads of
@@ -382,8 +384,7 @@ def norm_qk(
     qkv = qkv.contiguous()
     b, t, _ = qkv.shape
     groups, per_group, dim = sizes
-    q = qkv.new_empty(b, t, groups * per_group, dim)
-    k = qkv.new_empty(b, t, groups, dim)
+    q, k = empty_qk(qkv, sizes)
     cos, sin = angles_of(rotation, qkv)
     tile = widened(TILE, dim)
     with torch.accelerator.device_index(qkv.device.index):
@@ -418,8 +419,7 @@ def pack(
     tile: SlotTile | None = None,
 ) -> PackedGradients:
     """Return the gradient of qkv and partial sums; those of its columns if asked for."""
-    # Attention's gradients may have a layout of their own: see heads.pack.
-    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
+    (dq, dk, dv), strides = with_strides(grads)
     qkv = qkv.contiguous()
     b, t, _, _ = dq.shape
     groups, per_group, dim = sizes
@@ -432,7 +432,6 @@ def pack(
     partials = dq.new_empty(count if summed else 0, qkv.shape[-1], dtype=torch.float32)
     of_q = dq.new_empty(vectors, count * groups * per_group, dim, dtype=torch.float32)
     of_k = dq.new_empty(vectors, count * groups, dim, dtype=torch.float32)
-    strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
     with torch.accelerator.device_index(dq.device.index):
         programs = groups * (per_group + 2), *parts
         _pack_normed_heads[programs](
