@@ -174,8 +174,11 @@ class Graphs:
         # The first, one in the middle, and the last; with fewer micro-batches some are the same.
         replays = []
         for i in sorted({0, min(1, end), end}):
-            arguments = net, seed, batch, numbers, self.totals, Position(i == 0, i == end)
-            replays.append(self.backend.capture(functools.partial(self.run_piece, *arguments)))
+            position = Position(i == 0, i == end)
+            piece = functools.partial(
+                self.run_piece, net, seed, batch, numbers, self.totals, position
+            )
+            replays.append(self.backend.capture(piece))
         return Captured(batch, numbers, replays)
 
 

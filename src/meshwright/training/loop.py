@@ -201,13 +201,14 @@ class Trainer:
 
     def step_settings(self) -> StepSettings:
         """Return the numbers of the next update, and whether this rank votes to stop."""
-        t, state = self.config.training, self.state
+        t = self.config.training
+        state = self.state
         done = self.progress.schedule_samples, self.progress.schedule_tokens
+        lr, weight_decay = state.schedule.lr(*done), state.schedule.wd(*done)
         # A single rank needs no vote; several have to stop after the same step.
         wants_stop = False
         if self.team.size > 1:
             wants_stop = self.stop.reason() is not None or self.saving.has_failed
-        lr, weight_decay = state.schedule.lr(*done), state.schedule.wd(*done)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
     def settle(self, keep: int = 0) -> None:
