@@ -63,7 +63,6 @@ OF_A_START = {
     ".in_flight.spent",
     ".metrics.iteration",
     ".metrics.seconds",
-    ".startup.began",
     ".stop.began",
 }
 LOGGED = (".metrics.run.", ".metrics.since_line", ".metrics.recent")  # what this start has logged
