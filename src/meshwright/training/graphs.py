@@ -174,11 +174,8 @@ class Graphs:
         # The first, one in the middle, and the last; with fewer micro-batches some are the same.
         replays = []
         for i in sorted({0, min(1, end), end}):
-            position = Position(i == 0, i == end)
-            piece = functools.partial(
-                self.run_piece, net, seed, batch, numbers, self.totals, position
-            )
-            replays.append(self.backend.capture(piece))
+            arguments = net, seed, batch, numbers, self.totals, Position(i == 0, i == end)
+            replays.append(self.backend.capture(functools.partial(self.run_piece, *arguments)))
         return Captured(batch, numbers, replays)
 
 

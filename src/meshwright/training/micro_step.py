@@ -179,8 +179,7 @@ def update_weights(net: Network, scalars: Tensor, totals: Tensor) -> None:
     sums = torch.cat((before, after))
     norm = net.store.step(StepScalars(lr, weight_decay, scale), sums)
     before, after = sums[:GRAD_NORM], sums[GRAD_NORM:]
-    whole = torch.cat((before, norm.double()[None], after))
-    totals.copy_(whole)
+    totals.copy_(torch.cat((before, norm.double()[None], after)))
 
 
 def make_loss(
