@@ -524,9 +524,9 @@ def rates(folder: Path, sets: int, samples: int) -> dict[str, Any]:
         walk_side_by_side(shares, which, number)
     else:
         # loads what is compiled
-        loops.blend_samples(shares, np.zeros(sets), 0, which[:10], number[:10])
+        loops.blend_samples(shares, np.zeros(sets), which[:10], number[:10])
         begun = time.process_time()
-        loops.blend_samples(shares, np.zeros(sets), 0, which, number)
+        loops.blend_samples(shares, np.zeros(sets), which, number)
     blend = (time.process_time() - begun) * samples / stretch
     return {
         "one data set CPU s": one,

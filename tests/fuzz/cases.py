@@ -509,9 +509,7 @@ class Drawing:
         )
         sample = r.randrange(batch * min(r.choice([0, 3, 3, 9]), steps - 1), batch * steps)
         if how == "--spike":
-            return (
-                f"--spike {sample} --on-spike rollback:2 --spike-window 8 --spike-factor 30 {saves}"
-            )
+            return f"--spike {sample} --on-spike rollback:2 --spike-factor 30 {saves}"
         reaction = r.choice(["--on-nonfinite skip:9", f"--on-nonfinite rollback:2 {saves}"])
         return f"{how} {sample} {reaction}"
 

@@ -36,6 +36,7 @@ from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec
 from meshwright.training.setup import build_state, open_feed, sizes_of_run
+from meshwright.training.state.state import SPIKE_WINDOW
 from meshwright.training.step import StepSettings
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ FLAGS = [
 ]
 FLAGS += [f"--save-interval={SAVED}", f"--eval-interval={BAD + SAVED}"]
 NEXT = 4.21  # about the loss of the first steps
-NONFINITE, SPIKE = "--on-nonfinite=rollback:2", "--on-spike=rollback:2 --spike-window=8"
+NONFINITE, SPIKE = "--on-nonfinite=rollback:2", "--on-spike=rollback:2"
 FP8 = "--bf16 --fp8-format=hybrid --attention-dropout=0 --fp8-amax-history-len=3 --fp8-amax-compute-algo=max"
 
 # Which start of the program it is, and how long it took: all else is the state of the run.
@@ -188,7 +189,8 @@ def go_back_and_load(
 ) -> None:
     with silence():
         live = start(folder / "live", words)
-        live.state.losses.extend([NEXT + 0.01 * (-1) ** n for n in range(8)])  # the window is full
+        full = [NEXT + 0.01 * (-1) ** n for n in range(SPIKE_WINDOW)]
+        live.state.losses.extend(full)
         train_to(live, SAVED)
         shutil.copytree(folder / "live", folder / "loaded")
         spoil(BAD, by)

@@ -10,9 +10,12 @@ import pytest
 from helpers import TINY_FLAGS, TinyRun, flip_bit, open_step, read_rows
 from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import steps
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.training import loop, micro_step
 from meshwright.training.health import guard
 from meshwright.training.hooks.saving import Saving
+from meshwright.training.state.state import SPIKE_WINDOW
 from on_ranks import environments, run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
@@ -134,13 +137,21 @@ def test_rollback_passes_over_a_damaged_checkpoint(run, spoiling, tmp_path, monk
     assert open_step(save, 9).state["skips"] == [[8, "rolled back, passed over to 24"]]
 
 
-SPIKE = (*BASE, "--train-iters", "14", "--spike-window", "8")
+SPIKE = (*BASE, "--train-iters", "14")
+
+
+@pytest.fixture
+def judge_after(monkeypatch):
+    """judge_after(n) judges a loss by the n losses before it, which a short run has."""
+    window = "meshwright.training.state.state.SPIKE_WINDOW"
+    return lambda count: monkeypatch.setattr(window, count)
 
 
 @pytest.mark.flag("on_spike")
 @pytest.mark.fault("F20")
-def test_a_spike(run, spoiling, tmp_path):
+def test_a_spike(run, spoiling, judge_after, tmp_path):
     """Step 11 spikes, and 12 too; by default that is one warning, and no other number changes."""
+    judge_after(8)
     spoiling(40, 42, 44, 46, by=3.0)
     got, off = run(*SPIKE), run(*SPIKE, "--on-spike", "off")
     assert got.losses == off.losses and got.out.count("WARNING") == 1 and "WARNING" not in off.out
@@ -172,23 +183,32 @@ def test_a_spike(run, spoiling, tmp_path):
     assert resumed.column("iteration") == [12, 13, 14]
 
 
-@pytest.mark.flag("spike_factor spike_window")
-def test_what_is_a_spike(run, spoiling):
+@pytest.mark.flag("spike_factor")
+def test_what_is_a_spike(run, spoiling, judge_after):
     """Their median deviation counts, so one loss that stands out does not hide the next."""
     losses = [2.0 + 0.01 * (-1) ** i for i in range(7)] + [50.0]
     middle, deviation = guard.spread(losses)
     assert middle == 2.01 and deviation == pytest.approx(1.4826 * 0.01, rel=1.0)
     assert guard.spread([3.0] * 8) == (3.0, 3e-3)
     spoiling(40, by=1.05)
+    judge_after(8)
     assert run(*SPIKE, "--spike-factor", "0.1").out.count("the loss") > 0
     assert run(*SPIKE, "--spike-factor", "1000").out.count("the loss") == 0
     # too few
-    assert run(*SPIKE, "--spike-window", "14", "--spike-factor", "0.001").out.count("the loss") == 0
-    refused = run(*SPIKE, "--spike-window", "4", "--on-spike", "skip:1")
-    assert (
-        "--spike-window 4 is not in 8 to 10000" in refused.err
-        and "neither off, warn, stop nor roll" in refused.err
-    )
+    judge_after(14)
+    assert run(*SPIKE, "--spike-factor", "0.001").out.count("the loss") == 0
+    refused = run(*SPIKE, "--on-spike", "skip:1")
+    assert "neither off, warn, stop nor roll" in refused.err
+
+
+@pytest.mark.parametrize(("window", "notices"), [(SPIKE_WINDOW, 0), (64, 1)])
+def test_a_saved_window_for_spikes(tmp_path, window, notices):
+    """Earlier releases had a setting for it, which the config.toml of each of their runs states."""
+    config = tmp_path / "config.toml"
+    config.write_text(f"[training]\nspike_window = {window}\n")
+    parsed = flags.parse_settings(TrainConfig, ["--config", str(config)], "train", check=False)
+    said = f"spike_window = {window} in {config} was removed; it is always {SPIKE_WINDOW}"
+    assert parsed.notices.count(said) == notices
 
 
 def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def shortened() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet(wanted: bool = True) -> Iterator[None]:
+def quiet(wanted: bool) -> Iterator[None]:
     """Print nothing of the block; a log's file gets its lines all the same."""
     global _is_quiet
     before = _is_quiet

@@ -66,8 +66,8 @@ class DeviceProfile:
     measured: frozenset[str]  # which of these are from measurements; the others are assumed
     links: Links
     storage: Mapping[str, float]  # bytes per second of saves: to the disk, and to the host's memory
-    names: tuple[str, ...] = ()  # parts of the product's name as torch reports it
-    sources: tuple[str, ...] = ()
+    names: tuple[str, ...]  # parts of the product's name as torch reports it
+    sources: tuple[str, ...]
 
     @property
     def symmetric_ranks(self) -> int:

@@ -19,19 +19,17 @@ class FalseClaim(ValueError):
     """A number in a file that cannot be true."""
 
 
-def claimed(value: Any, what: str, most: int, least: int = 0, why: str = "") -> int:
-    """Return a whole number from `least` to `most`; a tensor of one element counts as one."""
+def claimed(value: Any, what: str, most: int, why: str = "") -> int:
+    """Return a whole number from 0 to `most`; a tensor of one element counts as one."""
     # By its method, so that torch is not imported for it.
     if callable(getattr(value, "item", None)) and value.numel() == 1:
         value = value.item()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # The bounds come first: int() of an infinite number raises, and NaN is within none.
-    is_true = is_number and least <= value <= most and value == int(value)
+    is_true = is_number and 0 <= value <= most and value == int(value)
     if not is_true:
         reason = f": {why}" if why else ""
-        raise FalseClaim(
-            f"{what} is {value!r:.50}, not a whole number from {least:,} to {most:,}{reason}"
-        )
+        raise FalseClaim(f"{what} is {value!r:.50}, not a whole number from 0 to {most:,}{reason}")
     return int(value)
 
 

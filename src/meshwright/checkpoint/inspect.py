@@ -184,9 +184,7 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
 # Two checkpoints
 
 
-def compare_checkpoints(
-    first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN
-) -> list[str]:
+def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOptions) -> list[str]:
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (loading.require_checkpoint(path, options) for path in (first, second))
     lines = []

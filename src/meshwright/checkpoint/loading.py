@@ -209,7 +209,7 @@ def open_own(
 
 
 def open_foreign(
-    location: StepLocation, options: OpenOptions, team: Team, opened: Source | None = None
+    location: StepLocation, options: OpenOptions, team: Team, opened: Source | None
 ) -> Source:
     """Open another program's checkpoint, or return it if `opened` is it."""
     from meshwright.checkpoint.pickle import pickles  # it imports torch
@@ -325,8 +325,8 @@ def open_together(
     location: StepLocation,
     options: OpenOptions,
     team: Team,
-    opened: Source | None = None,
-    machines: RunMachines | None = None,
+    opened: Source | None,
+    machines: RunMachines | None,
 ) -> Source:
     """Open a step on all ranks, which must see the same files, or have them on their `machines`.
 

@@ -71,7 +71,7 @@ class RunMachines:
     first: int  # the first rank of this machine
     files: RemoteFiles
     # On rank 0: the first rank of each rank's machine.
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int]
     complete: dict[str, str] = field(default_factory=dict)  # by step's folder: its manifest's seal
     # by "step's folder/file", the ranks that serve it: on rank 0 of all files, on others of those
     # that they need

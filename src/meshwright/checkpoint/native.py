@@ -689,7 +689,7 @@ def read_pieces(
     stored: StoredBoxes,
     want: TensorBoxes,
     last: manifests.Chunks,
-    machines: RunMachines | None = None,
+    machines: RunMachines | None,
 ) -> Iterator[Pair]:
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}

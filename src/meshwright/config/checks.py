@@ -205,11 +205,6 @@ def reaction_problems(t: Training, k: Checkpoint) -> list[Problem]:
     if unknown := [name for name in t.exit_signal if name not in EXIT_SIGNALS]:
         text = f"{with_value('exit_signal', unknown)}: give some of {', '.join(EXIT_SIGNALS)}"
         out.append(Problem(("exit_signal",), text))
-    if not 8 <= t.spike_window <= 10_000:
-        text = (
-            f"{stated(t, 'spike_window')} is not in 8 to 10000: a median of few losses says little"
-        )
-        out.append(Problem(("spike_window",), text))
     # Going back needs a checkpoint with everything that decides the next steps.
     for name, reaction in (("on_nonfinite", t.on_nonfinite), ("on_spike", t.on_spike)):
         if reaction.word == "rollback" and not k.save:

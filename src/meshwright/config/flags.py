@@ -106,6 +106,8 @@ REMOVED_VALUES = {
     ("pipeline_schedule", "zero-bubble"): "1f1b",
     ("pipeline_schedule", "zbv"): "1f1b",
 }
+# A setting that releases up to 0.18 had and saved, and what it is now.
+REMOVED_SETTINGS = {"spike_window": 128}
 for (_, word), same in REMOVED_VALUES.items():
     REFUSED_WORDS[word] = f"; it was removed; {same} computes the same but for rounding"
 
@@ -781,6 +783,13 @@ class LayerReader:
                 values[name] = same = REMOVED_VALUES[name, value]
                 self.notices.append(
                     f"{name} {value} in {path} was removed; {same}, which computes the same but for rounding, is used"
+                )
+        for name in REMOVED_SETTINGS.keys() & values.keys():
+            value = values.pop(name)
+            always = REMOVED_SETTINGS[name]
+            if value != always:
+                self.notices.append(
+                    f"{name} = {value} in {path} was removed; it is always {always}"
                 )
         return self.convert_all(values, lambda key: GivenAs(key, " = ", f" in {path}"))
 

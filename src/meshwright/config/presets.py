@@ -22,7 +22,7 @@ class Family:
     source: str
     vocabulary: int
     presets: dict[str, dict[str, Any]]
-    is_script: bool = False  # repeats a program's script: its schedule is kept for any length
+    is_script: bool  # repeats a program's script: its schedule is kept for any length
 
 
 def _families() -> tuple[Family, ...]:

@@ -116,9 +116,9 @@ class Given(NamedTuple):
     """What a recipe starts from: settings above it, and a depth or a preset."""
 
     settings: dict[str, Any]
-    depth: int | None = None
-    preset: str | None = None
-    is_auto: bool = False  # --train-tokens auto, which `settings` leave out
+    depth: int | None
+    preset: str | None
+    is_auto: bool  # --train-tokens auto, which `settings` leave out
 
 
 def problems(
@@ -252,9 +252,9 @@ def layer_parameters(m: Model) -> int:
     return (m.num_layers or 0) * (attention + mlp)
 
 
-def auto_tokens(config: TrainConfig, recipe: str = IMPLIED) -> Choice:
+def auto_tokens(config: TrainConfig) -> Choice:
     """Return the tokens of --train-tokens auto: so many a parameter, few readings of the data."""
-    n = RECIPES[recipe]["numbers"]
+    n = RECIPES[IMPLIED]["numbers"]
     parameters = layer_parameters(config.model)
     per_parameter = n["tokens_of_parameter"]
     tokens = per_parameter * parameters

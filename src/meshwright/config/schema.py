@@ -783,9 +783,6 @@ class Training:
         needs=SPIKE,
         **UNPROVEN,
     )
-    spike_window: int = flag(
-        128, "recent losses from which the median is computed", needs=SPIKE, **UNPROVEN
-    )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "recompute whole layers, or attention only", docs="parallelism memory", resume="free"
     )

@@ -186,7 +186,7 @@ def blend_order(shares: Floats, size: int, storage: Storage = IN_MEMORY) -> tupl
     if compiled is None:
         walk_side_by_side(shares, which, number)
     else:
-        compiled.blend_samples(shares, np.zeros(len(shares)), 0, which, number)
+        compiled.blend_samples(shares, np.zeros(len(shares)), which, number)
     return which, number
 
 

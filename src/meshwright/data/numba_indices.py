@@ -163,10 +163,10 @@ def cut_samples(
 
 
 @njit(cache=True, nogil=True)
-def blend_samples(shares: Any, taken: Any, first: int, which: Any, number: Any) -> None:
-    """Fill in the samples from number `first` on by the rule of blend.blend_order."""
+def blend_samples(shares: Any, taken: Any, which: Any, number: Any) -> None:
+    """Fill in the samples by the rule of blend.blend_order."""
     for row in range(len(which)):
-        i = float(max(first + row, 1))
+        i = float(max(row, 1))
         best: Any = 0
         most = shares[0] * i - taken[0]
         for d in range(1, len(shares)):

@@ -117,7 +117,7 @@ def search_texts(
     m: LanguageModel,
     jobs: Iterable[PromptTexts],
     beam: BeamOptions,
-    advance: Advance = lambda texts: None,
+    advance: Advance,
 ) -> Iterator[PromptTexts]:
     """Yield the jobs with the best texts of a beam search."""
     for job in jobs:
@@ -182,8 +182,9 @@ class Speed:
     def line(self) -> str:
         seconds = time.perf_counter() - self.start
         rate = self.tokens / max(seconds, 1e-9)
-        texts = "1 text" if self.texts == 1 else f"{self.texts:,} texts"
-        return f"{texts}, {self.tokens:,} tokens in {seconds:.1f} s: {rate:,.0f} tokens/s"
+        plural = "" if self.texts == 1 else "s"
+        made = f"{self.texts:,} text{plural}, {self.tokens:,} tokens"
+        return f"{made} in {seconds:.1f} s: {rate:,.0f} tokens/s"
 
 
 def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: str) -> None:

@@ -122,7 +122,7 @@ class Dialogue:
         assert self.template is not None
         return self.template.encode(self.tokenizer, self.messages(first))
 
-    def messages(self, first: int = 0) -> list[dict[str, str]]:
+    def messages(self, first: int) -> list[dict[str, str]]:
         """Return the turns as chat templates take them, the system's words before them."""
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*system, *({"role": t.role, "content": t.content} for t in self.turns[first:])]

@@ -37,9 +37,9 @@ def run_on_ranks(
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
     *,
-    copies: bool = False,
-    stops: bool = False,
-    folders: Sequence[str] = (),
+    copies: bool,
+    stops: bool,
+    folders: Sequence[str],
 ) -> int:
     """Load the model in the layout of the flags, on all its ranks, and call `work` on rank 0.
 

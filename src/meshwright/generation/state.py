@@ -42,7 +42,7 @@ class DecoderRow:
     left: int  # tokens that are still to be computed
     count: int  # tokens that are to be reported
     kind: ChoiceParts
-    text: TokenText | None = None  # with stop strings
+    text: TokenText | None  # with stop strings
     slot: int = -1
     tokens: list[int] = field(default_factory=list)  # reported
     is_done: bool = False

@@ -34,7 +34,7 @@ class DecodeLinear(NamedTuple):
     """A linear map [N, K] and what surrounds it."""
 
     weight: Tensor  # of a gated kind [2 N, K]: the gate, then what it gates
-    bias: Tensor | None = None
+    bias: Tensor | None
     norm: NormWeights | None = None
     kind: str = ""  # of activation.py
 

@@ -251,7 +251,8 @@ class Scales:
         if self.combine_parts is not None:
             self.combine_parts(amax)
         scale = self._scale_of(slice(slot, slot + 1), amax, torch.ones_like(amax))
-        return scale[0], (1 / scale)[0]
+        inverse = 1 / scale
+        return scale[0], inverse[0]
 
     def format(self, slot: int) -> torch.dtype:
         return self.recipe.format(ROLES[slot % 3])

@@ -30,7 +30,7 @@ class HeadSizes(NamedTuple):
 
 
 def split_heads(
-    qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None = None, bias: Tensor | None = None
+    qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, T, columns] into q [B, T, heads, head_dim], k and v [B, T, groups, head_dim].
 

@@ -22,8 +22,8 @@ def token_terms(
     labels: Tensor,
     vocab: int,
     z_loss_coef: float,
-    first: int = 0,
-    combine: Combine | None = None,
+    first: int,
+    combine: Combine | None,
 ) -> dict[str, Tensor]:
     """Return `token_losses`, and the z-losses of PaLM (2022) unless their coefficient is 0."""
     losses, normalisers = losses_and_normalisers(

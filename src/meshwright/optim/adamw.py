@@ -71,9 +71,12 @@ class FlatAdamW:
             # In one transfer; a CUDA graph brings tensors of its own.
             on_host = torch.tensor(scalars, dtype=torch.float64)
             scalars = StepScalars(*devices.send(on_host, self.step.device).unbind())
-        decision = adamw.decide(self.constants, (squares, loss, *scalars), self.step)  # type: ignore[arg-type]
+        numbers = (squares, loss, *scalars)
+        decision = adamw.decide(self.constants, numbers, self.step)  # type: ignore[arg-type]
+        norm = decision[adamw.NORM]
+        clip_factor = decision[adamw.SHRINK]
         is_finite = decision[adamw.FINITE] > 0
-        return GradientCheck(decision[adamw.NORM], decision[adamw.SHRINK], is_finite, decision)
+        return GradientCheck(norm, clip_factor, is_finite, decision)
 
     def update(self, check: GradientCheck) -> None:
         """Update masters, state and weights."""

@@ -251,18 +251,21 @@ def normalised(x: Tensor, norms: Tensor) -> Tensor:
 
 def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
     """Return the update [n, *shape] of parameters of one form, for the scale of the form."""
+    *_, rows, columns = form.shape
     if not form.sections:
         # A gate's stack [n, 2, rows, columns] has 2 n matrices.
-        matrices = ahead.reshape(-1, *form.shape[-2:])
+        matrices = ahead.reshape(-1, rows, columns)
         return orthogonalise_any(matrices, steps).view(ahead.shape)
+
     _, update_like = formats(ahead.dtype, ahead.device)
     out = torch.empty_like(ahead, dtype=update_like.dtype)
     for section, to in zip(sections(ahead, form), sections(out, form), strict=True):
         # Its rows of all groups are one matrix, unless each group's are.
-        count = math.prod(section.shape[: 2 if form.by_group else 1])
-        x = orthogonalise_any(section.reshape(count, -1, section.shape[-1]), steps)
+        n, groups, *_ = section.shape
+        count = n * groups if form.by_group else n
+        x = orthogonalise_any(section.reshape(count, -1, columns), steps)
         # The form's scale is for a whole parameter; a section is smaller.
-        ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
+        ratio = math.sqrt(max(x.shape[1:]) / max(rows, columns))
         torch.mul(x.view(to.shape), ratio, out=to)
     return out
 

@@ -71,8 +71,8 @@ def make_optimizer(
     o: Optimizer,
     rule: Rule,
     parameters: list[nn.Parameter],
-    counter: Tensor | None = None,
-    spread: Spread | None = None,
+    counter: Tensor | None,
+    spread: Spread | None,
 ) -> torch.optim.Optimizer:
     """Make the optimizer; learning rate and weight decay are set before each step.
 

@@ -589,10 +589,16 @@ class FlatStore(Store):
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:
-            to, low, high = self.local_range(name)
-            _, _, part = self.sharding.saved_part(name, self.shapes[name])
-            high = max(low, min(high, math.prod(part)))  # without the vocabulary's padding
+            to, low, high = self._saved_range(name)
             yield name, self.share[to : to + high - low]
+
+    def _saved_range(self, name: str) -> tuple[int, int, int]:
+        """Return this rank's `local_range` of a parameter without the vocabulary's padding."""
+        to, low, high = self.local_range(name)
+        _, _, saved = self.sharding.saved_part(name, self.shapes[name])
+        end = min(high, math.prod(saved))
+        # A part may hold nothing but padding.
+        return to, low, max(low, end)
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         _, low, high = self.local_range(name, data if self.is_sharded else 0)
@@ -600,20 +606,21 @@ class FlatStore(Store):
         return _boxes_at(offsets, shard.boxes(self.shapes[name], low, high))
 
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
-        bucket = self.bucket_of[name]
-        to, low, high = self.local_range(name)
+        # Where the part lies, here and in the full tensor.
+        to, low, high = self._saved_range(name)
         full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
-        high = max(low, min(high, math.prod(part)))
         boxes = _boxes_at(offsets, shard.boxes(tuple(part), low, high))
-        offset, _ = bucket.spans[name]
-        kind = next(kind for kind, begin, end in bucket.kinds if begin <= offset < end)
-        owned = self._range_at(to)
 
         def cut(flat: Tensor, begin: int) -> Tensor:
             values = flat[to - begin : to - begin + high - low].detach()
             return values.view(boxes[0][1]) if len(boxes) == 1 else values
 
+        # The optimizer's state; one of no elements where this rank updates none of the tensor.
+        bucket = self.bucket_of[name]
+        offset, _ = bucket.spans[name]
+        kind = next(kind for kind, begin, end in bucket.kinds if begin <= offset < end)
         state = self.new_state(kind.param_group.rule, self.master[:0])
+        owned = self._range_at(to)
         if owned and boxes:
             state = {key: cut(owned.state[key], owned.begin) for key in state}
         if self.average is not None:

@@ -188,19 +188,27 @@ class FullyShardedStore(Store):
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name, owned in self.named.items():
-            dimension, first, size = self.rows(name)
-            _, _, part = self.sharding.saved_part(name, self.shapes[name])
-            true = part[dimension] - first  # rows, without the vocabulary's padding
-            yield name, self.summed(owned).narrow(dimension, 0, max(0, min(size, true)))
+            dimension, _, count = self._saved_rows(name)
+            yield name, self.summed(owned).narrow(dimension, 0, count)
+
+    def _saved_rows(self, name: str) -> tuple[int, int, int]:
+        """Return this rank's `rows` of a parameter without the vocabulary's padding."""
+        dimension, first, size = self.rows(name)
+        _, _, saved = self.sharding.saved_part(name, self.shapes[name])
+        true = saved[dimension] - first
+        # A rank may have nothing but padding.
+        return dimension, first, max(0, min(size, true))
 
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
-        owned = self.named[name]
-        dimension, first, size = self.rows(name)
+        # Where the rows lie in the full tensor.
+        dimension, first, count = self._saved_rows(name)
         full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
-        count = max(0, min(size, part[dimension] - first))
         offsets[dimension] += first
         part[dimension] = count
         boxes = [(tuple(offsets), tuple(part))] if all(part) else []
+
+        # The master weights and the optimizer's state.
+        owned = self.named[name]
         kept = dict(owned.state)
         if self.average is not None:
             kept[AVERAGE] = self.averages[name]

@@ -62,7 +62,6 @@ class Trainer:
         self.net, self.team = state.net, state.team
         self.time = timers.time if timers.level else untimed
         self.may_have_to_stop = True  # whether the ranks have to compare their reasons
-        self.startup = Startup()  # silent; `train` is given the run's own
 
         # These parts look at each step's numbers: the guard reacts to bad ones, the others report.
         logging = self.config.logging
@@ -119,11 +118,10 @@ class Trainer:
         if self.config.training.skip_train:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
-        self.startup = startup
         self.begin()
         with contextlib.ExitStack() as block:
             # Whatever begins here ends in the opposite order, however the run ends.
-            logging = self.config.logging
+            logging, begun = self.config.logging, self.progress.iteration
             profile = None
             if logging.profile:
                 profile = block.enter_context(
@@ -134,7 +132,8 @@ class Trainer:
             block.callback(self.feed.close)
             block.callback(startup.end_wait)
             # The first step can take minutes, during which nothing else would be logged.
-            startup.wait("taking the first step, for which kernels are loaded or compiled")
+            doing = "taking the first step, for which kernels are loaded or compiled"
+            startup.wait(doing, is_over=lambda: self.metrics.iteration > begun)
             try:
                 reason = self.take_steps(profile)
                 self.finish()
@@ -202,19 +201,19 @@ class Trainer:
 
     def step_settings(self) -> StepSettings:
         """Return the numbers of the next update, and whether this rank votes to stop."""
-        t, state = self.config.training, self.state
+        t = self.config.training
+        state = self.state
         done = self.progress.schedule_samples, self.progress.schedule_tokens
+        lr, weight_decay = state.schedule.lr(*done), state.schedule.wd(*done)
         # A single rank needs no vote; several have to stop after the same step.
         wants_stop = False
         if self.team.size > 1:
             wants_stop = self.stop.reason() is not None or self.saving.has_failed
-        lr, weight_decay = state.schedule.lr(*done), state.schedule.wd(*done)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
     def settle(self, keep: int = 0) -> None:
         """Wait for the submitted steps but the last `keep`, and react to each."""
         for settled in self.in_flight.settle(keep):
-            self.startup.end_wait()  # for the first step, which is logged after this
             # The ranks' votes came with the step's numbers. Only if there is one do several ranks
             # compare their reasons.
             self.may_have_to_stop = self.team.size == 1 or settled.votes > 0

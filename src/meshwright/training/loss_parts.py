@@ -20,7 +20,9 @@ class LossParts:
     """
 
     def __init__(self, dataset: Dataset, length: int, net: ParallelModel) -> None:
-        self.dataset, self.length, self.net = dataset, length, net
+        self.dataset = dataset
+        self.length = length
+        self.net = net
         # A caller's own data set need not tell where a sample comes from.
         self.sources = list[str]()
         if isinstance(dataset, OrderedSamples):

@@ -170,8 +170,8 @@ def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
 def update_weights(net: Network, scalars: Tensor, totals: Tensor) -> None:
     """Update the weights, and complete the totals: sums over the ranks, and the gradient norm."""
     # torch's own optimizers take numbers from the host. Ours read tensors, as a CUDA graph must.
-    reads_tensors = net.store.reads_tensors
-    lr, weight_decay, scale, *_ = scalars.unbind() if reads_tensors else scalars.tolist()
+    numbers = scalars.unbind() if net.store.reads_tensors else scalars.tolist()
+    lr, weight_decay, scale, *_ = numbers
 
     # One collective sums loss, votes and further terms with the squares of the gradients. The norm
     # that comes back takes its place between loss and votes.

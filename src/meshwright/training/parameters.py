@@ -70,14 +70,16 @@ def shapes_of_rank(
 
 def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     """Return the number of parameters of each pipeline rank, with embedding and head."""
-    p, positions = config.parallel, config.model.max_position_embeddings or config.data.seq_length
+    tp = config.parallel.tensor_model_parallel_size
+    pp = config.parallel.pipeline_model_parallel_size
+    positions = config.model.max_position_embeddings or config.data.seq_length
     # By everything that decides the answer.
-    cut = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, *config.stages
-    key = config.model, padded, positions, cut
+    key = config.model, padded, positions, (tp, pp, *config.stages)
     if key not in COUNTED:
-        ranks = range(p.pipeline_model_parallel_size)
-        each = (shapes_of_rank(config, padded, rank) for rank in ranks)
-        COUNTED[key] = [sum(count(unit) * number for unit, number in units) for units in each]
+        COUNTED[key] = []
+        for rank in range(pp):
+            units = shapes_of_rank(config, padded, rank)
+            COUNTED[key].append(sum(count(unit) * number for unit, number in units))
     return COUNTED[key]
 
 

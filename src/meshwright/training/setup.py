@@ -57,7 +57,7 @@ def build_trainer(
     startup: Startup,
     watchdog: Watchdog | None,
     screen: LineScreen | None,
-    users: publish.Users = (),
+    users: publish.Users,
 ) -> Trainer:
     """Make all parts of a run, and print Megatron's lines about them.
 
@@ -119,7 +119,7 @@ def build_state(
     return state
 
 
-def build_empty_state(spec: Spec, team: Team, users: publish.Users = ()) -> State:
+def build_empty_state(spec: Spec, team: Team, users: publish.Users) -> State:
     """Return the state of a run whose weights are neither loaded nor drawn."""
     config, layout, device = spec.config, spec.layout, spec.device
     say("building GPT model ...")

@@ -193,8 +193,9 @@ def most_of_a_machine(each: list[int], world: int, ranks: int) -> int:
     A machine has so many consecutive ranks, and the ranks of a stage are consecutive too.
     """
     of_stage = world // len(each)
-    by_rank = [each[rank // of_stage] for rank in range(world)]
-    return max(sum(by_rank[first : first + ranks]) for first in range(0, world, ranks))
+    by_rank = [size for size in each for _ in range(of_stage)]
+    machines = [by_rank[first : first + ranks] for first in range(0, world, ranks)]
+    return max(map(sum, machines))
 
 
 def ranks_of_machine(config: TrainConfig) -> int:

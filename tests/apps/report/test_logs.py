@@ -199,7 +199,7 @@ def test_forms_of_the_table(tmp_path, capsys):
         (tmp_path / name).write_text(ENGINE)
     configs = [f"nl24_fp16_2x2x4_ac_mb{n}_gb512_2n8g" for n in (4, 8, 32)]
     shown = {}
-    for form in logs.TABLES:
+    for form in (*logs.TABLES, "json"):
         assert main(["report", "--logs", str(tmp_path), "--table", form]) == 0
         shown[form] = capsys.readouterr().out
     assert [line.split()[0] for line in shown["text"].splitlines()] == ["config", *configs]

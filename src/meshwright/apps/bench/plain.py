@@ -34,13 +34,16 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, -1)
+        qkv = self.qkv(self.ln_1(x))
+        qkv = qkv.view(batch, length, 3, self.heads, -1)
         q, k, v = qkv.transpose(1, 3).unbind(2)
         o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p_attention, is_causal=True)
-        o = self.proj(o.transpose(1, 2).reshape(batch, length, width))
-        x = x + F.dropout(o, self.p)
-        y = self.out(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
-        return x + F.dropout(y, self.p)
+        o = o.transpose(1, 2).reshape(batch, length, width)
+        x = x + F.dropout(self.proj(o), self.p)
+
+        y = self.fc(self.ln_2(x))
+        y = F.gelu(y, approximate="tanh")
+        return x + F.dropout(self.out(y), self.p)
 
 
 class PlainGPT(nn.Module):
@@ -59,12 +62,13 @@ class PlainGPT(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
-        x = F.dropout(self.wte(ids) + self.wpe(places), self.p)
+        x = self.wte(ids) + self.wpe(places)
+        x = F.dropout(x, self.p)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        logits = logits.view(-1, logits.shape[-1])
-        return F.cross_entropy(logits, labels.reshape(-1))
+        x = self.ln_f(x)
+        logits = F.linear(x, self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def compiled(m: Model, length: int, padded: int, recomputes: bool) -> Any:

@@ -40,7 +40,7 @@ class Merged:
         return f"; left out {self.bad}" if self.bad else ""
 
 
-def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool = False) -> Merged:
+def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool) -> Merged:
     """Join files in the order of their names; the output appears once complete.
 
     A file of other content is replaced only with `overwrite`.

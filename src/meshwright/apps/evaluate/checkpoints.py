@@ -114,7 +114,7 @@ class TaskScorer:
         stride: int | None,
         batch: int,
         every: int | None,
-        limit: int | None = None,
+        limit: int | None,
     ) -> None:
         self.files = files
         self.stride = stride

@@ -75,7 +75,7 @@ def encode_documents(
 
 
 def read_token_files(
-    d: Data, tokenizer: Tokenizer, divided: bool, limit: int | None = None
+    d: Data, tokenizer: Tokenizer, divided: bool, limit: int | None
 ) -> tuple[Iterator[tuple[list[int], int]], int]:
     """Return the documents of --data-path, or of --split's validation part, and their number.
 

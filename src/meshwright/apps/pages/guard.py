@@ -149,7 +149,7 @@ class RequestGuard:
     """
 
     def __init__(
-        self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore
+        self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe
     ) -> None:
         self.app = app
         self.limits = limits

@@ -94,7 +94,7 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
 
 def predict_here(
     config: TrainConfig,
-    device: str | None = None,
+    device: str | None,
     vocabulary: int = 50_257,
     ranks_here: int | None = None,
     measures: bool = False,

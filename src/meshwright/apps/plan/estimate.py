@@ -789,9 +789,13 @@ def step_seconds(
         share = (batch.number - shortest) / steps
         sums = least.sums + share * (most.sums - least.sums)
         hidden = least.hidden + share * (most.hidden - least.hidden)
-        passes = batch.backward + batch.forward * (zero == 3)
-        room = (batch.number if zero > 1 else 1) * passes
-        beside = min(1.0, room / sums) if sums else 0.0
+        # The passes that the sums run beside.
+        passes = batch.backward
+        if zero == 3:
+            passes += batch.forward
+        if zero > 1:
+            passes *= batch.number
+        beside = min(1.0, passes / sums) if sums else 0.0
         return least.update + sums - beside * (sums - hidden)
 
     # Where no step is submitted ahead, the device waits while the host prepares one.

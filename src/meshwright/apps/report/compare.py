@@ -329,24 +329,36 @@ def distances(comparison: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def loss_at(difference: float, iteration: int) -> str:
+    return f"{difference:+.4g} at {iteration:,}"
+
+
 def distance_column(d: dict[str, Any], unit: str) -> dict[str, str]:
     """Return the cells of one run, by the labels of their lines."""
     column = {"common steps": f"{d['common_steps']:,}"}
-    if far := d["largest"]:
+
+    # The training losses of steps that both runs have.
+    far = d["largest"]
+    if far:
         first = d["first"]
-        share = d["largest_relative"]
         begin = "none: equal to the last bit" if first is None else f"iteration {first:,}"
         column["first difference in any bit"] = begin
-        column["largest difference"] = f"{far['loss']:+.4g} at {far['iteration']:,}"
+        column["largest difference"] = loss_at(far["loss"], far["iteration"])
+        share = d["largest_relative"]
         most = f"{percentage(share['share'])} at {share['iteration']:,}"
         column["largest relative difference"] = most
         mean = or_dash(d["mean_of_last_tenth"], "+.4g")
         column["mean difference, last 10% of them"] = mean
-    if checks := d["validation"]:
+
+    # Their validations.
+    checks = d["validation"]
+    if checks:
         worst = largest(checks, "loss") or {}
+        column["largest validation difference"] = loss_at(worst["loss"], worst["iteration"])
         last, loss = list(checks.items())[-1]
-        column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
-        column["last validation difference"] = f"{loss:+.4g} at {last:,}"
+        column["last validation difference"] = loss_at(loss, last)
+
+    # When each run reached the other's last loss.
     # Neither is known if the runs were validated on other data.
     whose = ("it reaches the first's", "the first reaches its")
     for who, r in zip(whose, d["reached"], strict=False):

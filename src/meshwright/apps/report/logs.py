@@ -475,12 +475,12 @@ def as_csv(rows: Sequence[LogRow]) -> str:
     return file.getvalue()
 
 
-def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]] = ()) -> str:
+def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]]) -> str:
     report = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
     return json.dumps(json_ready(report), allow_nan=False) + "\n"
 
 
-TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown, "json": logs_as_json}
+TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown}
 
 
 def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:

@@ -30,7 +30,7 @@ class MegatronCall:
 
     requests: list[Request]
     logprobs: bool
-    beam: BeamOptions | None = None
+    beam: BeamOptions | None
 
 
 def read_call(f: Fields, served: ServedModel) -> MegatronCall:

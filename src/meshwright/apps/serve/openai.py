@@ -82,8 +82,8 @@ class OpenAICall:
     n: int
     best_of: int
     logprobs: int | None
-    stream: bool = False
-    usage: bool = False  # in a stream: as its last part
+    stream: bool
+    usage: bool  # in a stream: as its last part
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -61,8 +61,8 @@ class Axis:
 class Space:
     """The axes of a sweep: every point of the grid with each of the draws."""
 
-    grid: tuple[Axis, ...] = ()
-    random: tuple[Axis, ...] = ()
+    grid: tuple[Axis, ...]
+    random: tuple[Axis, ...]
 
     def count(self, draws: int) -> int:
         listed = math.prod(len(axis.values) for axis in self.grid)
@@ -113,7 +113,8 @@ def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
     names = tuple(_field_of(name, where) for name in flags.split(":"))
     first, *others = names
     # A single value with .. in it is a range, if the flag takes numbers.
-    if not others and len(values) == 1 and ".." in values[0] and _kind(first) in (int, float):
+    may_be_range = len(names) == len(values) == 1
+    if may_be_range and ".." in values[0] and _kind(first) in (int, float):
         return Axis(names, ends=_ends(values[0], where))
 
     # Each value has a part for each flag; a lone flag's may contain colons.

@@ -128,7 +128,7 @@ class Difference:
     largest: float  # relative
     tolerance: float
     precision: str  # of both runs
-    where: str = ""  # the step and the rank where it first differed
+    where: str  # the step and the rank where it first differed
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,13 @@ class Validation:
     name: str  # "validation" or "test"
     loss: float
     ppl: float
-    dataset: str = ""  # its name where there are several
+    dataset: str  # its name where there are several
     # whether it followed the last step, which may have been validated before
-    is_at_end: bool = False
-    by_position: dict[str, float] = field(default_factory=dict)
+    is_at_end: bool
+    by_position: dict[str, float]
     # losses by pairs of token files, if there are several
-    by_data: dict[str, float] = field(default_factory=dict)
-    ema_loss: float | None = None  # of the average of --ema
+    by_data: dict[str, float]
+    ema_loss: float | None  # of the average of --ema
 
     @property
     def title(self) -> str:
@@ -130,18 +130,22 @@ class Record:
         self.means: dict[int, Mean] = {}  # of --average-last, by the iteration at which a run ended
         self.scores: dict[str, dict[int, float]] = {}  # of --eval-tasks: name: iteration: score
 
+    def _undo_after(self, kept: int) -> None:
+        """Forget what came later than an iteration, which a start or a rollback goes back to."""
+        self.checks = {k: v for k, v in self.checks.items() if v.iteration <= kept}
+        self.samples = {k: v for k, v in self.samples.items() if v.iteration <= kept}
+        self.means = {i: mean for i, mean in self.means.items() if i <= kept}
+        for name, scores in self.scores.items():
+            self.scores[name] = {i: x for i, x in scores.items() if i <= kept}
+
     def take(self, row: dict[str, Any]) -> None:
         """Add a row; raise one of DAMAGED for a damaged one."""
         event = row["event"]
         iteration = int(row["iteration"])
         now = _time(row.get("time", 0))
-        # A start or a rollback undoes what came later.
-        if (kept := kept_until(row)) is not None:
-            self.checks = {k: v for k, v in self.checks.items() if v.iteration <= kept}
-            self.samples = {k: v for k, v in self.samples.items() if v.iteration <= kept}
-            self.means = {i: mean for i, mean in self.means.items() if i <= kept}
-            for name, scores in self.scores.items():
-                self.scores[name] = {i: x for i, x in scores.items() if i <= kept}
+        kept = kept_until(row)
+        if kept is not None:
+            self._undo_after(kept)
 
         # What the row itself says.
         if event == "start":
@@ -229,7 +233,7 @@ class Record:
 class History(Record):
     """The row that counts for each iteration, in order, and all else that the rows say."""
 
-    def __init__(self, updated: float = 0.0) -> None:
+    def __init__(self, updated: float) -> None:
         super().__init__()
         self.steps: list[LoggedStep] = []
         self.updated = updated  # seconds since 1970, of the newest row

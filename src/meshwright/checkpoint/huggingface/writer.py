@@ -129,7 +129,7 @@ def export_notices(m: Model) -> list[str]:
     return [line + ", ".join(obstacles) + advice]
 
 
-def refuse_occupied(folder: Path, run: Path | None = None) -> None:
+def refuse_occupied(folder: Path, run: Path | None) -> None:
     """Refuse to write over anything but an unchanged export of the same run."""
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if is_empty or not folder.exists():

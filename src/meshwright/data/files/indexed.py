@@ -101,6 +101,19 @@ class FileColumn:
             yield start, self.read(start, start + BLOCK)
 
 
+def columns_after(
+    header: int, file: BinaryIO, arrays: Iterable[tuple[str, int]]
+) -> list[FileColumn]:
+    """Return arrays of these types and lengths, which follow a header and each other."""
+    columns = []
+    offset = header
+    for dtype, count in arrays:
+        column = FileColumn(file, dtype, count, offset)
+        columns.append(column)
+        offset += count * column.dtype.itemsize
+    return columns
+
+
 class Tally:
     """The number of wrong elements, and the first of them."""
 
@@ -130,18 +143,15 @@ class Index:
         self.is_older = start.startswith(OLDER_MAGIC)
         if self.is_older:
             n, m = self._read_older_header(start, length)
-            # The four arrays follow each other: n + 1, n + 1, n and m int64.
-            self.dimensions = FileColumn(idx, "<i8", n + 1, OLDER_HEADER.size)
-            self.offsets = FileColumn(idx, "<i8", n + 1, OLDER_HEADER.size + 8 * (n + 1))
+            lengths = (n + 1, n + 1, n, m)
+            columns = columns_after(OLDER_HEADER.size, idx, [("<i8", length) for length in lengths])
+            self.dimensions, self.offsets, self.sizes, self.borders = columns
+            # The last offset is the end of the last sequence.
             self.pointers = FileColumn(idx, "<i8", n, self.offsets.offset)
-            self.sizes = FileColumn(idx, "<i8", n, OLDER_HEADER.size + 16 * (n + 1))
-            self.borders = FileColumn(idx, "<i8", m, OLDER_HEADER.size + 16 * (n + 1) + 8 * n)
         else:
             n, m = self._read_header(start[: HEADER.size], length)
-            # The three arrays follow each other: n int32, n int64 and m int64.
-            self.sizes = FileColumn(idx, "<i4", n, HEADER.size)
-            self.pointers = FileColumn(idx, "<i8", n, HEADER.size + 4 * n)
-            self.borders = FileColumn(idx, "<i8", m, HEADER.size + 12 * n)
+            columns = columns_after(HEADER.size, idx, [("<i4", n), ("<i8", n), ("<i8", m)])
+            self.sizes, self.pointers, self.borders = columns
 
     @property
     def format(self) -> str:

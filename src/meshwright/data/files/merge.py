@@ -113,7 +113,7 @@ def join_pairs(
     prefixes: list[str],
     output_prefix: str,
     together: bool,
-    keep: Callable[[Writer], None] = lambda writer: None,
+    keep: Callable[[Writer], None],
 ) -> Shard:
     """Join pairs of files in the given order, and compare what was written with them.
 

@@ -124,7 +124,7 @@ class Inputs:
     """The inputs in the order of the documents, and the files and lines that are not read."""
 
     inputs: list[Input]
-    passed: SkipReport = field(default_factory=SkipReport)
+    passed: SkipReport
     bad: SkippedLines = field(default_factory=SkippedLines)
     warnings: list[str] = field(default_factory=list)  # about texts that read like another encoding
 

@@ -83,7 +83,7 @@ class FileRange(Part):
     reader: str
     begin: int
     end: int
-    is_named: bool = True
+    is_named: bool
 
     @property
     def size(self) -> int:  # type: ignore[override]

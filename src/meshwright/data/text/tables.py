@@ -130,7 +130,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def spans(
-    path: str, kind: str, size: int, piece: int, keys: Collection[str] = ()
+    path: str, kind: str, size: int, piece: int, keys: Collection[str]
 ) -> Iterator[tuple[int, int, int, Start]]:
     """Yield first row, end row, position in the file after it, and where to enter, for each piece.
 

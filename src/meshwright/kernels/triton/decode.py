@@ -568,7 +568,7 @@ def choose_tokens(
 
 
 def linear_of_row(
-    x: Tensor, layer: DecodeLinear, residual: Tensor | None = None, tile: LinearTile | None = None
+    x: Tensor, layer: DecodeLinear, residual: Tensor | None, tile: LinearTile | None = None
 ) -> Tensor:
     """Return f(norm(x) W^T + bias) + residual of one row."""
     k = x.shape[1]

@@ -35,6 +35,15 @@ def keep_mask(row_hash, columns, threshold):
 
 
 @triton.jit
+def _mix_in(h, coordinate):
+    """Mix 64 bits into a hash: the lower 32, then the upper ones."""
+    low = coordinate.to(tl.uint32) + h
+    h = mix(low.to(tl.uint32))
+    high = coordinate >> 32
+    return mix(h ^ high.to(tl.uint32) ^ 0x85EBCA6B)
+
+
+@triton.jit
 def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):
     """Hash some rows at one site.
 
@@ -45,14 +54,9 @@ def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):
     inside = i < count
     sample = tl.load(samples + i, mask=inside, other=0)
     column = tl.load(columns + i, mask=inside, other=0)
-    # dropout.rows: 64 bits of each coordinate, the lower half first.
-    low = sample + start
-    h = mix(low.to(tl.uint32))
-    high = sample >> 32
-    h = mix(h ^ high.to(tl.uint32) ^ 0x85EBCA6B)
-    h = mix(h + column.to(tl.uint32))
-    high = column >> 32
-    h = mix(h ^ high.to(tl.uint32) ^ 0x85EBCA6B)
+    # dropout.rows
+    h = _mix_in(start, sample)
+    h = _mix_in(h, column)
     # dropout.at_site.
     site = tl.program_id(1)
     key = site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15

@@ -286,8 +286,7 @@ def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor
     qkv = qkv.contiguous()
     b, t, _ = qkv.shape
     groups, per_group, dim = sizes
-    q = qkv.new_empty(b, t, groups * per_group, dim)
-    k = qkv.new_empty(b, t, groups, dim)
+    q, k = empty_qk(qkv, sizes)
     cos, sin = angles_of(rotation, qkv)
     shape = shape_of(dim, cos.shape[-1], cos.shape[0] > 1, TILE)
     with torch.accelerator.device_index(qkv.device.index):
@@ -305,9 +304,7 @@ def pack(
     tile: SlotTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
-    # Attention's gradients may have a layout of their own, which the kernel reads by its strides;
-    # only a head's columns must lie together.
-    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
+    (dq, dk, dv), strides = with_strides(grads)
     tile = tile or TILE
     b, t, _, _ = dq.shape
     groups, per_group, dim = sizes
@@ -317,7 +314,6 @@ def pack(
     parts = parts_of(b, t, tile)
     rows = math.prod(parts) if summed else 0
     partials = dq.new_empty(rows, columns, dtype=torch.float32)
-    strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
     shape = shape_of(dim, cos.shape[-1], cos.shape[0] > 1, tile)
     with torch.accelerator.device_index(dq.device.index):
         programs = groups * (per_group + 2), *parts
@@ -339,6 +335,22 @@ def pack(
             **shape,
         )
     return packed, partials if summed else None
+
+
+def empty_qk(qkv: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor]:
+    """Return room for the queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
+    b, t, _ = qkv.shape
+    groups, per_group, dim = sizes
+    return qkv.new_empty(b, t, groups * per_group, dim), qkv.new_empty(b, t, groups, dim)
+
+
+def with_strides(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Return attention's gradients with the strides of their samples, rows and heads.
+
+    They may have a layout of their own; only a head's columns must lie together.
+    """
+    together = [x if x.stride(-1) == 1 else x.contiguous() for x in grads]
+    return together, [stride for x in together for stride in x.stride()[:3]]
 
 
 def angles_of(rotation: Rotation | None, x: Tensor) -> Rotation:

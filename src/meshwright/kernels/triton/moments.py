@@ -36,14 +36,19 @@ def draw_blocks(parts, places, step, row, some, compact):
 
 
 @triton.jit
+def load_unsigned(at):
+    return tl.load(at).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def draw_part(place, step, at):
     """Return 32 random bits, int32, for elements of a part whose place is there in memory."""
     # A Place: the hash of the name, first, low, run and gap.
-    name = tl.load(place).to(tl.uint32, bitcast=True)
-    first = tl.load(place + 1).to(tl.uint32, bitcast=True)
-    low = tl.load(place + 2).to(tl.uint32, bitcast=True)
-    run = tl.load(place + 3).to(tl.uint32, bitcast=True)
-    gap = tl.load(place + 4).to(tl.uint32, bitcast=True)
+    name = load_unsigned(place)
+    first = load_unsigned(place + 1)
+    low = load_unsigned(place + 2)
+    run = load_unsigned(place + 3)
+    gap = load_unsigned(place + 4)
     # As moments.draw_blocks; unsigned numbers wrap around by themselves.
     local = at.to(tl.uint32) + low
     position = local + first + local // run * gap

@@ -25,8 +25,10 @@ from meshwright.kernels.triton.heads import (
     SlotTile,
     _move_slot,
     angles_of,
+    empty_qk,
     parts_of,
     shape_of,
+    with_strides,
 )
 
 # Backward keeps a head, its gradient and up to three sums of each in registers: with 16 heads of
@@ -38,12 +40,51 @@ WIDE_WARPS = 8  # of heads of more than 128 numbers
 @triton.jit
 def _load_head(at, pairs, others, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr):
     """Return the first and second numbers of a head's pairs, and its rest; 0 where masked."""
-    c = tl.arange(0, PAIRS)
-    rest = 2 * HALF + tl.arange(0, REST)
-    a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
-    z = tl.load(at + rest[None, :], mask=others, other=0.0).to(tl.float32)
+    c = tl.arange(0, PAIRS)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST)[None, :]
+    a = tl.load(at + c, mask=pairs, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF + c, mask=pairs, other=0.0).to(tl.float32)
+    z = tl.load(at + rest, mask=others, other=0.0).to(tl.float32)
     return a, b, z
+
+
+@triton.jit
+def _locate_heads(
+    length,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return this program's positions [STEP], and the columns of heads that lie there.
+
+    The columns are those of the pairs' first numbers [1, PAIRS] and of the rest [1, REST]; two
+    masks say which of a head's pairs and which of its rest there are.
+    """
+    position = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    c = tl.arange(0, PAIRS)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST)[None, :]
+    is_position = (position < length)[:, None]
+    return position, c, rest, is_position & (c < HALF), is_position & (rest < DIM)
+
+
+@triton.jit
+def _load_vector(
+    at, DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
+):
+    """Return a norm's weight or bias as `_load_head` returns heads."""
+    pairs = (tl.arange(0, PAIRS) < HALF)[None, :]
+    others = (2 * HALF + tl.arange(0, REST) < DIM)[None, :]
+    return _load_head(at, pairs, others, HALF, PAIRS, REST)
+
+
+@triton.jit
+def _load_angles(cos, sin, at, pairs):
+    """Return the cosines and sines of pairs."""
+    x = tl.load(cos + at, mask=pairs, other=1.0)
+    y = tl.load(sin + at, mask=pairs, other=0.0)
+    return x, y
 
 
 @triton.jit
@@ -59,15 +100,28 @@ def _store_sums(
 
 
 @triton.jit
+def _sum_heads(a, b, z):
+    """Return the sum of each head's numbers [STEP, 1]."""
+    return (tl.sum(a + b, 1) + tl.sum(z, 1))[:, None]
+
+
+@triton.jit
+def _center(a, b, z, pairs, others, DIM: tl.constexpr):
+    """Return the parts of heads less the mean of each; what is masked stays 0."""
+    mean = _sum_heads(a, b, z) / DIM
+    a = tl.where(pairs, a - mean, 0.0)
+    b = tl.where(pairs, b - mean, 0.0)
+    z = tl.where(others, z - mean, 0.0)
+    return a, b, z
+
+
+@triton.jit
 def _standardise(a, b, z, pairs, others, eps, DIM: tl.constexpr, CENTERS: tl.constexpr):
     """Return the parts of heads of mean 0 (LayerNorm) and mean square 1, and each row's factor."""
     if CENTERS:
-        mean = ((tl.sum(a + b, 1) + tl.sum(z, 1)) / DIM)[:, None]
-        a = tl.where(pairs, a - mean, 0.0)
-        b = tl.where(pairs, b - mean, 0.0)
-        z = tl.where(others, z - mean, 0.0)
-    squares = tl.sum(a * a + b * b, 1) + tl.sum(z * z, 1)
-    rstd = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
+        a, b, z = _center(a, b, z, pairs, others, DIM)
+    squares = _sum_heads(a * a, b * b, z * z)
+    rstd = 1.0 / tl.sqrt(squares / DIM + eps)
     return a * rstd, b * rstd, z * rstd, rstd
 
 
@@ -112,34 +166,24 @@ def _norm_heads(
     source = qkv + (group * (PER_GROUP + 2) + member) * DIM
     target = tl.where(is_query, q + (group * PER_GROUP + member) * DIM, k + group * DIM)
     target_row = tl.where(is_query, GROUPS * PER_GROUP * DIM, GROUPS * DIM)
-    # Its positions, and the pairs and the rest of their heads.
-    position = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    is_position = (position < length)[:, None]
-    c = tl.arange(0, PAIRS)
-    rest = 2 * HALF + tl.arange(0, REST)
-    of_pairs = (c < HALF)[None, :]
-    of_rest = (rest < DIM)[None, :]
-    pairs = is_position & of_pairs
-    others = is_position & of_rest
-    angle = position[:, None] * HALF + c[None, :]
+    position, c, rest, pairs, others = _locate_heads(length, DIM, HALF, PAIRS, REST, STEP)
+    angle = position[:, None] * HALF + c
     weight = tl.where(is_query, q_weight, k_weight)
-    w_a, w_b, w_z = _load_head(weight, of_pairs, of_rest, HALF, PAIRS, REST)
+    w_a, w_b, w_z = _load_vector(weight, DIM, HALF, PAIRS, REST)
     w_a += PLUS
     w_b += PLUS
     w_z += PLUS
     if q_shift is not None:
         shift = tl.where(is_query, q_shift, k_shift)
-        s_a, s_b, s_z = _load_head(shift, of_pairs, of_rest, HALF, PAIRS, REST)
+        s_a, s_b, s_z = _load_vector(shift, DIM, HALF, PAIRS, REST)
     if TURNS and not OWN:
-        x = tl.load(cos + angle, mask=pairs, other=1.0)
-        y = tl.load(sin + angle, mask=pairs, other=0.0)
+        x, y = _load_angles(cos, sin, angle, pairs)
     first = tl.program_id(2) * SAMPLES
     for sample in tl.range(first, tl.minimum(first + SAMPLES, batches), num_stages=STAGES):
         token = (tl.cast(sample, tl.int64) * length + position)[:, None]
         if TURNS and OWN:
             own = sample * length * HALF + angle
-            x = tl.load(cos + own, mask=pairs, other=1.0)
-            y = tl.load(sin + own, mask=pairs, other=0.0)
+            x, y = _load_angles(cos, sin, own, pairs)
         a, b, z = _load_head(source + token * row, pairs, others, HALF, PAIRS, REST)
         a, b, z, _ = _standardise(a, b, z, pairs, others, eps, DIM, CENTERS)
         a *= w_a
@@ -153,9 +197,9 @@ def _norm_heads(
             a, b = a * x - b * y, b * x + a * y
         to = target + token * target_row
         out = q.dtype.element_ty
-        tl.store(to + c[None, :], a.to(out), mask=pairs)
-        tl.store(to + HALF + c[None, :], b.to(out), mask=pairs)
-        tl.store(to + rest[None, :], z.to(out), mask=others)
+        tl.store(to + c, a.to(out), mask=pairs)
+        tl.store(to + HALF + c, b.to(out), mask=pairs)
+        tl.store(to + rest, z.to(out), mask=others)
 
 
 @triton.jit
@@ -255,24 +299,15 @@ def _pack_normed_heads(
         source = tl.where(is_query, of_query, of_key)
         source_batch = tl.where(is_query, q_batch, k_batch).to(tl.int64)
         source_row = tl.where(is_query, q_row, k_row).to(tl.int64)
-        # Its positions, and the pairs and the rest of their heads.
-        position = tl.program_id(1) * STEP + tl.arange(0, STEP)
-        is_position = (position < length)[:, None]
-        c = tl.arange(0, PAIRS)
-        rest = 2 * HALF + tl.arange(0, REST)
-        of_pairs = (c < HALF)[None, :]
-        of_rest = (rest < DIM)[None, :]
-        pairs = is_position & of_pairs
-        others = is_position & of_rest
-        angle = position[:, None] * HALF + c[None, :]
+        position, c, rest, pairs, others = _locate_heads(length, DIM, HALF, PAIRS, REST, STEP)
+        angle = position[:, None] * HALF + c
         weight = tl.where(is_query, q_weight, k_weight)
-        w_a, w_b, w_z = _load_head(weight, of_pairs, of_rest, HALF, PAIRS, REST)
+        w_a, w_b, w_z = _load_vector(weight, DIM, HALF, PAIRS, REST)
         w_a += PLUS
         w_b += PLUS
         w_z += PLUS
         if TURNS and not OWN:
-            x = tl.load(cos + angle, mask=pairs, other=1.0)
-            y = tl.load(sin + angle, mask=pairs, other=0.0)
+            x, y = _load_angles(cos, sin, angle, pairs)
         high_a = tl.zeros((STEP, PAIRS), tl.float32)
         high_z = tl.zeros((STEP, REST), tl.float32)
         weight_a = tl.zeros((STEP, PAIRS), tl.float32)
@@ -290,8 +325,7 @@ def _pack_normed_heads(
             token = (sample * length + position)[:, None]
             if TURNS and OWN:
                 own = sample * length * HALF + angle
-                x = tl.load(cos + own, mask=pairs, other=1.0)
-                y = tl.load(sin + own, mask=pairs, other=0.0)
+                x, y = _load_angles(cos, sin, own, pairs)
             # The head again, and its gradient, turned back by its angle.
             a, b, z = _load_head(qkv + slot + token * row, pairs, others, HALF, PAIRS, REST)
             a, b, z, rstd = _standardise(a, b, z, pairs, others, eps, DIM, CENTERS)
@@ -311,21 +345,18 @@ def _pack_normed_heads(
             d_a *= w_a
             d_b *= w_b
             d_z *= w_z
-            along = ((tl.sum(d_a * a + d_b * b, 1) + tl.sum(d_z * z, 1)) / DIM)[:, None]
+            along = _sum_heads(d_a * a, d_b * b, d_z * z) / DIM
             if CENTERS:
-                mean = ((tl.sum(d_a + d_b, 1) + tl.sum(d_z, 1)) / DIM)[:, None]
-                d_a = tl.where(pairs, d_a - mean, 0.0)
-                d_b = tl.where(pairs, d_b - mean, 0.0)
-                d_z = tl.where(others, d_z - mean, 0.0)
+                d_a, d_b, d_z = _center(d_a, d_b, d_z, pairs, others, DIM)
             d_a = (d_a - a * along) * rstd
             d_b = (d_b - b * along) * rstd
             d_z = (d_z - z * along) * rstd
             to = packed + slot + token * row
-            to_a = to + c[None, :]
+            to_a = to + c
             high_a = store_rounded(to_a, d_a, pairs, by, high_a, dq, FP8, LARGEST, WIDE)
-            to_b = to + HALF + c[None, :]
+            to_b = to + HALF + c
             high_a = store_rounded(to_b, d_b, pairs, by, high_a, dq, FP8, LARGEST, WIDE)
-            to_z = to + rest[None, :]
+            to_z = to + rest
             high_z = store_rounded(to_z, d_z, others, by, high_z, dq, FP8, LARGEST, WIDE)
             if SUMMED:
                 total_a += d_a
@@ -353,8 +384,7 @@ def norm_qk(
     qkv = qkv.contiguous()
     b, t, _ = qkv.shape
     groups, per_group, dim = sizes
-    q = qkv.new_empty(b, t, groups * per_group, dim)
-    k = qkv.new_empty(b, t, groups, dim)
+    q, k = empty_qk(qkv, sizes)
     cos, sin = angles_of(rotation, qkv)
     tile = widened(TILE, dim)
     with torch.accelerator.device_index(qkv.device.index):
@@ -389,8 +419,7 @@ def pack(
     tile: SlotTile | None = None,
 ) -> PackedGradients:
     """Return the gradient of qkv and partial sums; those of its columns if asked for."""
-    # Attention's gradients may have a layout of their own: see heads.pack.
-    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
+    (dq, dk, dv), strides = with_strides(grads)
     qkv = qkv.contiguous()
     b, t, _, _ = dq.shape
     groups, per_group, dim = sizes
@@ -403,7 +432,6 @@ def pack(
     partials = dq.new_empty(count if summed else 0, qkv.shape[-1], dtype=torch.float32)
     of_q = dq.new_empty(vectors, count * groups * per_group, dim, dtype=torch.float32)
     of_k = dq.new_empty(vectors, count * groups, dim, dtype=torch.float32)
-    strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
     with torch.accelerator.device_index(dq.device.index):
         programs = groups * (per_group + 2), *parts
         _pack_normed_heads[programs](

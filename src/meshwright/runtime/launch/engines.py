@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,14 @@ class ClusterJob:
     devices: int  # of each node
     name: str
     image: str
-    port: int | None = None  # on the first node
-    launch: list[str] = field(default_factory=list)  # more flags of launch
-    uses_gpus: bool = True
-    run_folder: str | None = None  # with metrics.jsonl
-    environment: dict[str, str] = field(default_factory=dict)
-    is_elastic: bool = False  # goes on when nodes are lost
-    folder: str = ""  # where relative paths in the command begin
-    file: str = "FILE"
+    port: int | None  # on the first node
+    launch: list[str]  # more flags of launch
+    uses_gpus: bool
+    run_folder: str | None  # with metrics.jsonl
+    environment: dict[str, str]
+    is_elastic: bool  # goes on when nodes are lost
+    folder: str  # where relative paths in the command begin
+    file: str
 
     def words(self, node: str, address: str) -> list[str]:
         """Return the arguments of `meshwright` on one node."""

@@ -57,7 +57,7 @@ _served: dict[tuple[str, int], TCPStore] = {}  # the stores that this process se
 
 def join_ranks(
     world: World,
-    backend: str = "gloo",
+    backend: str,
     timeout_minutes: float = 10,
     device: torch.device | None = None,
     seconds: float | None = None,

@@ -29,15 +29,24 @@ def choose_interface(address: str, port: int, backend: str) -> None:
     the user gave and this machine lacks is refused: torch's own error does not say which.
     """
     known = list_addresses()
-    names = sorted({*known, *(name for _, name in socket.if_nameindex())})
+    with_address = set(known)
+    others = {name for _, name in socket.if_nameindex()}
+    names = sorted(with_address | others)
     has = f"names no network interface of this machine, which has {', '.join(names)}"
-    if chosen := os.environ.get(GLOO):
-        if unknown := sorted({*chosen.split(",")} - {*names}):
-            raise UserError(f"{GLOO}={chosen}: {', '.join(unknown)} {has}")
+
+    # gloo's names are a list.
+    of_gloo = os.environ.get(GLOO)
+    if of_gloo:
+        unknown = sorted(set(of_gloo.split(",")).difference(names))
+        if unknown:
+            raise UserError(f"{GLOO}={of_gloo}: {', '.join(unknown)} {has}")
     elif name := _holder(own_address(address, port), known):
         os.environ[GLOO] = name
-    if "nccl" in backend and (chosen := os.environ.get(NCCL)) and not nccl_names(chosen, names):
-        raise UserError(f"{NCCL}={chosen} {has}")
+
+    # NCCL's are beginnings, of which one may fit.
+    of_nccl = os.environ.get(NCCL)
+    if of_nccl and "nccl" in backend and not nccl_names(of_nccl, names):
+        raise UserError(f"{NCCL}={of_nccl} {has}")
 
 
 def describe_interfaces(address: str, port: int, backend: str) -> str:

@@ -125,6 +125,21 @@ def fit_micro_batch(
     return team.merge(size, min), message
 
 
+def choose_on_cpu(
+    divisors: list[int], each: float, have: float, preferred: int | None, sharers: int
+) -> tuple[int, str]:
+    """Return the largest size whose samples of `each` bytes fit into what a rank has, and why.
+
+    No attempt may fail on a CPU, so that the bytes decide alone.
+    """
+    fitting = [n for n in divisors if n * each <= MEMORY_SHARE * have]
+    size = preferred if preferred in fitting else max(fitting, default=1)
+    free = f"{have / 2**30:,.1f} GiB are free"
+    if sharers > 1:
+        free += f" for each of {sharers} ranks"
+    return size, f"one sample takes {each / 2**20:,.1f} MiB, {free}"
+
+
 def find_largest(
     attempt: Callable[[int], None],
     batches: list[int],
@@ -145,15 +160,10 @@ def find_largest(
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     divisors = sorted({*small, *(common // n for n in small)})
 
-    # On a CPU, where no attempt may fail, one and three samples give the slope, which decides.
     if device.type == "cpu":
         each = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2
         have = devices.free_memory(device) / sharers
-        fitting = [n for n in divisors if n * each <= MEMORY_SHARE * have]
-        size = preferred if preferred in fitting else max(fitting, default=1)
-        for_each = f" for each of {sharers} ranks" if sharers > 1 else ""
-        free = f"{have / 2**30:,.1f} GiB are free{for_each}"
-        return size, f"one sample takes {each / 2**20:,.1f} MiB, {free}"
+        return choose_on_cpu(divisors, each, have, preferred, sharers)
 
     # On a GPU, try the size of the resumed run, then the planned one, then what the slope promises.
     have = devices.free_memory(device)

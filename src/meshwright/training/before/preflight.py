@@ -66,7 +66,7 @@ def require_equal_ranks(
     require_equal(team, team.run_on_all(identify))
 
 
-def dry_run(config: TrainConfig, world: World, start: Source | None = None) -> int:
+def dry_run(config: TrainConfig, world: World, start: Source | None) -> int:
     """Check settings, files and sizes, and print what would run; for a CPU, without torch.
 
     `start` is another program's checkpoint of --load, if it was opened before. Nothing is written

@@ -273,7 +273,7 @@ def first_of(stated: list[dict[str, Any]]) -> dict[str, Any]:
     return next((settings for settings in stated if settings), {})
 
 
-def check_settings(config: TrainConfig, world: World, has_datasets: bool = False) -> TrainConfig:
+def check_settings(config: TrainConfig, world: World, has_datasets: bool) -> TrainConfig:
     """Check settings that no command line has checked, and return them in full.
 
     If the caller has data sets of its own, the settings' data are left out.

@@ -46,9 +46,7 @@ class StopConditions:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None
 
-    def agree(
-        self, team: Team, has_failed: bool, has_stepped: bool = True
-    ) -> tuple[str | None, bool]:
+    def agree(self, team: Team, has_failed: bool, has_stepped: bool) -> tuple[str | None, bool]:
         """Return the first reason to stop that any rank has, and whether any has failed to save.
 
         A signal that another rank received becomes this one's.

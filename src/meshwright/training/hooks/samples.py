@@ -90,25 +90,28 @@ class SampleWriter:
         return [text[len(ids) :] for text, ids in zip(texts, self.ids, strict=True)]
 
     @torch.no_grad()
-    def next_logits(self, texts: list[list[int]]) -> Tensor:
-        """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
-        net, at = self.net, self.net.layout.at
-
-        # All texts get one width: the full length if the network runs only one shape.
+    def pad(self, texts: list[list[int]]) -> Tensor:
+        """Return texts of one width: the full length if the network runs only one shape."""
         width = self.length
         if not self.is_fixed:
             longest = max(map(len, texts))
             rounded_up = -(-longest // PADDING) * PADDING
             width = min(rounded_up, self.length)
+        return torch.tensor([text + [0] * (width - len(text)) for text in texts])
+
+    def next_logits(self, texts: list[list[int]]) -> Tensor:
+        """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
+        net, at = self.net, self.net.layout.at
+
         # Micro-batches have the training's size; the last text is repeated to fill them.
         missing = -len(texts) % self.rows
-        padded = texts + [texts[-1]] * missing
-        tokens = torch.tensor([text + [0] * (width - len(text)) for text in padded])
-        last = torch.tensor([len(text) - 1 for text in padded])
+        texts_to_run = texts + [texts[-1]] * missing
+        tokens = self.pad(texts_to_run)
+        last = torch.tensor([len(text) - 1 for text in texts_to_run])
         ends = last.split(self.rows)  # type: ignore[no-untyped-call]
 
         # Take this rank's columns.
-        columns = width // net.layout.cp
+        columns = tokens.shape[1] // net.layout.cp
         first = at("cp") * columns
         own = tokens[:, first : first + columns].contiguous()
         mine = own.split(self.rows)  # type: ignore[no-untyped-call]
@@ -131,7 +134,7 @@ class SampleWriter:
         # The first replica's last stage adds the ids of each tensor rank; all other ranks add 0.
         weight = next(net.parts[0].parameters())
         kind = torch.float64 if weight.dtype is torch.float64 else torch.float32
-        total = torch.zeros(len(padded), self.vocab, dtype=kind, device=net.device)
+        total = torch.zeros(len(texts_to_run), self.vocab, dtype=kind, device=net.device)
         if parts and not at("replicas", "shard"):
             part = torch.cat(parts)
             begin = at("tp") * part.shape[1]

@@ -58,10 +58,10 @@ class Summary:
         out = [f"{self.ms:.2f} ms a step: {', '.join(parts)}"]
         if self.hidden_communication:
             out.append(f"communication beside other work: {self.hidden_communication:.1%}")
-        out.append(f"{'ms a step':>10}{'share':>8}{'calls':>8}  largest kernels")
+        out.append(" ms a step   share   calls  largest kernels")
         for k in self.kernels:
-            figures = f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}"
-            out.append(f"{figures}  {shorten_kernel(k.name)} ({k.kind})")
+            name = shorten_kernel(k.name)
+            out.append(f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {name} ({k.kind})")
         return out
 
 

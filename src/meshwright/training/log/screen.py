@@ -417,13 +417,15 @@ def describe_data(c: TrainConfig) -> str:
 
 
 def describe_batch(c: TrainConfig) -> str:
-    seq = c.data.seq_length or 0
-    micro = f"{c.micro_batches(c.global_batch)} x {c.micro_batch}"
+    size = c.global_batch
+    length = c.data.seq_length or 0
+    micro = f"{c.micro_batches(size)} x {c.micro_batch}"
     if c.world > 1:
         micro += " on each rank"
-    batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
-    if c.batch(0) < c.global_batch:
-        return f"{c.batch(0):,} sequences, growing to {batch}"
+    batch = f"{size:,} sequences of {length:,} = {size * length:,} tokens, as {micro}"
+    first_size = c.batch(0)
+    if first_size < size:
+        return f"{first_size:,} sequences, growing to {batch}"
     if len(c.sample_lengths) > 1:
         first, last = c.sample_lengths[0], c.sample_lengths[-1]
         return f"{batch}; of each the first {first:,} tokens, growing to {last:,}"

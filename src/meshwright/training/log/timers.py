@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.base.console import say
@@ -39,17 +39,25 @@ class Startup:
             self.end_wait()
             self.seconds[name] = round(time.perf_counter() - begun, 3)
 
-    def wait(self, doing: str) -> None:
-        """Log `doing` after PATIENCE, unless the wait has ended by then."""
+    def wait(self, doing: str, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Log `doing` after PATIENCE, unless it is over by then or another wait has begun."""
         self.end_wait()
         heartbeat.enter("startup", 0, doing)
         if self.prints:
-            self.timer = threading.Timer(PATIENCE, say, (f" > {doing} ...",))
+            self.timer = threading.Timer(PATIENCE, self.say_unless, (is_over, doing))
             self.timer.daemon = True
             self.timer.start()
 
+    def say_unless(self, is_over: Callable[[], bool], doing: str) -> None:
+        if not is_over():
+            say(f" > {doing} ...")
+
     def end_wait(self) -> None:
-        """End the thread that waits, so that its line cannot follow those of what comes next."""
+        """End the thread that waits.
+
+        The thread holds the trainer. If it outlived the training, it would free tensors while
+        Python shuts down, which aborts the process.
+        """
         if self.timer is not None:
             self.timer.cancel()
             self.timer.join()

@@ -484,7 +484,7 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return shown
 
 
-def open_start(config: TrainConfig, ranks: int = 1) -> Source | None:
+def open_start(config: TrainConfig, ranks: int) -> Source | None:
     """Open what --load means, to look at its settings; refuse a path without a checkpoint.
 
     One of several ranks goes on, if it can: another machine may have the checkpoint. Steps that are

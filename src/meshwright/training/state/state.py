@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from meshwright.training.micro_step import Network
     from meshwright.training.network import Spec
 
+# The losses that a loss is judged against. Of so many the median deviation is known to a tenth
+# (1.17 / sqrt(128)), and over so few steps the loss itself falls little.
+SPIKE_WINDOW = 128
+
 
 @dataclass
 class Progress:
@@ -69,7 +73,7 @@ class Progress:
 class State:
     """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
 
-    def __init__(self, spec: Spec, net: Network, team: Team, users: publish.Users = ()) -> None:
+    def __init__(self, spec: Spec, net: Network, team: Team, users: publish.Users) -> None:
         config = self._config = spec.config
         self.net, self.team, self.vocab, self.padded = net, team, spec.vocab, spec.padded
         # Settings that only the start finds: a micro-batch that fits, where the blend changes.
@@ -87,7 +91,7 @@ class State:
         self.progress = Progress()
         t = config.training
         # Losses of the last steps, against which a spike is judged.
-        self.losses = deque[float](maxlen=0 if t.on_spike.word == "off" else t.spike_window)
+        self.losses = deque[float](maxlen=0 if t.on_spike.word == "off" else SPIKE_WINDOW)
         self.skipped_ranges = config.data.skip_train_iteration_range
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: BlendHistory | None = None  # of the training set

@@ -47,7 +47,7 @@ def measure_layers(
     pipeline_rank: int,
     layers: Collection[int],
     extent: Extent,
-    recorder: StepObserver | None = None,
+    recorder: StepObserver | None,
     model: Model | None = None,
 ) -> StepRecord:
     """Take steps with these layers of a rank alone."""
