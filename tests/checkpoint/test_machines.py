@@ -518,6 +518,19 @@ def test_a_run_goes_on_exactly_on_machines_that_changed_places(tmp_path: Path) -
     goes_on_exactly(tmp_path, [0, 1], [[1, 0], [1, 0]], "--tensor-model-parallel-size=2")
 
 
+@pytest.mark.whole
+def test_a_machine_reads_from_another_what_it_lacks_of_a_step(tmp_path: Path) -> None:
+    """It is rank 0's, and takes the architecture from the other too."""
+    layout = "--tensor-model-parallel-size=2"
+    train(tmp_path, [0, 1], "--train-iters=2", layout, "--untie-embeddings-and-output-weights")
+    step = disk(tmp_path, 1) / "iter_0000002"
+    (step / "state.json").unlink()
+    flip_bit(step / "config.json", 80)
+    log = train(tmp_path, [1, 0], "--train-iters=3", layout)[0]
+    assert "resuming at step 2" in log
+    assert (disk(tmp_path, 1) / "iter_0000003" / "state.json").exists()
+
+
 @pytest.mark.long
 def test_a_machine_joins_that_has_nothing_of_the_run(tmp_path: Path) -> None:
     """It is rank 0's, and takes the architecture from what the others hold."""

@@ -60,14 +60,16 @@ def is_elsewhere(path: Path, place: str) -> bool:
     return place.rpartition("#")[2] != disk_of(step.parent)
 
 
-def not_here(path: Path, place: str) -> UserError:
-    """Return the error for a file that only a machine that is not at hand has."""
-    run = path.parent.parent
-    return UserError(
-        f"{path} is on the disk of {readable(place)}; bring all parts together with "
-        f"`meshwright collect {run} --from {shlex.quote(readable(place))}`",
-        BAD_DATA,
-    )
+class OnOtherMachine(UserError):
+    """A file of a step is on a machine that is not at hand."""
+
+    def __init__(self, path: Path, place: str) -> None:
+        run = path.parent.parent
+        super().__init__(
+            f"{path} is on the disk of {readable(place)}; bring all parts together with "
+            f"`meshwright collect {run} --from {shlex.quote(readable(place))}`",
+            BAD_DATA,
+        )
 
 
 def list_elsewhere(folder: Path, manifest: Mapping[str, File]) -> dict[str, list[str]]:

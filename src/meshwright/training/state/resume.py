@@ -19,9 +19,10 @@ from meshwright.base.runs.history import read_settings
 from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.base.storage import addresses
 from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.disks import OnOtherMachine
 from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import find_manifest, read_manifest
+from meshwright.checkpoint.manifests import DamagedCheckpoint, find_manifest, read_manifest
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.config import flags
@@ -487,13 +488,19 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
 def open_start(config: TrainConfig, ranks: int = 1) -> Source | None:
     """Open what --load means, to look at its settings; refuse a path without a checkpoint.
 
-    One of several ranks goes on, if it can: another machine may have the checkpoint. Steps that are
-    passed over are reported when it is loaded.
+    One of several ranks goes on, if it can: another machine may have the checkpoint, or what this
+    one lacks of it. Steps that are passed over are reported when it is loaded.
     """
     assert config.checkpoint.load
     options = open_options(config)._replace(verify="none")
-    source = loading.open_checkpoint(config.checkpoint.load, options, report=lambda line: None)
-    if source is None and (ranks == 1 or lacking_sizes(config)):
+    is_needed = ranks == 1 or lacking_sizes(config)
+    try:
+        source = loading.open_checkpoint(config.checkpoint.load, options, report=lambda line: None)
+    except (DamagedCheckpoint, OnOtherMachine):
+        if is_needed:
+            raise
+        return None
+    if source is None and is_needed:
         refuse_missing(config)
     return source
 
