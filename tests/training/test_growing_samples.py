@@ -241,6 +241,32 @@ def test_lengths_in_tokens_that_would_be_miscounted(run: Run, tmp_path: Path) ->
     assert got.status == 0 and open_step(str(tmp_path), 17).state["consumed_train_tokens"] == 928
 
 
+def test_lengths_in_tokens_after_another_batch(run: Run, tmp_path: Path) -> None:
+    """The number of a step decides its length, which the samples before it do not tell."""
+    words = [*in_folder(tmp_path), "--train-iters=none", "--override-opt_param-scheduler"]
+    assert run(*words, "--train-samples=900", "--exit-interval=3").status == 0
+    words += ["--global-batch-size=8", "--seq-length-schedule=0:4 4:8 5:16"]
+    assert run(*words, "--train-samples=900", "--exit-interval=4").status == 0
+    # Read are 12 samples of 16 tokens and 8 of 4. Step 5 reads 8 x 8, and those from step 6 on
+    # 8 x 16, so that 1,000 tokens are 8 + 5 x 8 samples more, and some.
+    end = run(*words, "--train-tokens=1000", "--dry-run")
+    assert end.status and "and gave 224; give --train-samples 72 instead" in end.err
+    got = run(*words, "--train-samples=72")
+    assert got.status == 0 and open_step(str(tmp_path), 10).state["consumed_train_tokens"] == 928
+
+
+def test_lengths_differ_and_the_decay_does_not(run: Run, tmp_path: Path) -> None:
+    """The same tokens are other samples where the schedule of lengths is another."""
+    words = [*in_folder(tmp_path), "--lr-decay-tokens=900"]
+    assert run(*words, LENGTHS, "--lr-warmup-tokens=40", "--exit-interval=2").status == 0
+    other = "--seq-length-schedule=0:4 2:8 3:16"
+    got = run(*words, other, "--lr-warmup-tokens=40")
+    assert got.status and "lengths of samples in a decay by tokens: the checkpoint has 0:4" in got.err
+    assert "length of the" not in got.err
+    got = run(*words, other, "--lr-warmup-tokens=50", "--lr-decay-tokens=800")
+    assert "length of the warm-up" in got.err and "length of the learning rate's decay" in got.err
+
+
 def test_steps_at_rate_0_after_a_change_of_the_schedule(run: Run, tmp_path: Path) -> None:
     """Whole samples have used up tokens that the schedule would have left."""
     words = [*in_folder(tmp_path), "--override-opt_param-scheduler"]

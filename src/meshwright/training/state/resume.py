@@ -211,8 +211,11 @@ def require_counted_tokens(config: TrainConfig, state: Mapping[str, Any]) -> Non
         counted = round(config.tokens_of(samples))
         if not isinstance(given, int) or read in (None, counted):
             continue
-        # What is left is read with the lengths of now.
-        end = max(int(config.in_samples(None, tokens=counted + max(given - read, 0))), 1)
+        # What is left is read in the steps that follow, whose number decides their lengths: an
+        # earlier batch may have been another one, so that the samples do not tell it.
+        done = state.get("iteration", 0) * config.global_batch if name == "train" else samples
+        then = round(config.tokens_of(done)) + max(given - read, 0)
+        end = max(samples + int(config.in_samples(None, tokens=then)) - done, 1)
         raise SettingsError(
             f"{{{name}_tokens={given}}} would count the checkpoint's {samples:,} samples as {counted:,} tokens, but they "
             f"had other lengths and gave {read:,}; give {{{name}_samples={end}}} instead, which is at as many tokens"
@@ -572,6 +575,6 @@ def check_loading(config: TrainConfig, opened: Source | None) -> list[str]:
                 state["consumed_train_samples"],
             )
             lines += continue_history(
-                past, parts, sets["train"].samples, consumed, config.data
+                past, parts, sets["train"].samples, consumed, config
             ).lines()
     return lines
