@@ -19,7 +19,10 @@ from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import DocumentEnds, Loader, LoaderSpec, Mock
 from meshwright.model import counts
+from meshwright.runtime.ranks.team import ALONE
 from meshwright.training.log.lines import Interval, RunSizes
+from meshwright.training.log.metrics import Metrics
+from meshwright.training.log.timers import Timers
 from meshwright.training.setup import sizes_of_run
 from meshwright.training.state.state import Progress, State
 
@@ -97,6 +100,33 @@ def test_the_time_left_is_that_of_samples_of_the_last_length() -> None:
         interval = Interval(sizes, 8, 32, 1e-3, steps, seconds=1.0, memory=None)
         assert interval.seconds_left == 2 * longer
         assert interval.flops == 4 * length * counts.flops_per_token(config.model, 64, length, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "planned"),
+    [
+        (LENGTHS, [(4, 4), (4, 8), (4, 16), (4, 16)], [3.0, 4.0]),
+        ("--rampup-batch-size 2 2 8 --train-samples 20", [(2, None), (4, None)], [2.0]),
+        ("--seq-length-schedule=0:4 4:8", [(4, 4), (4, 8)], []),
+    ],
+)
+def test_the_plan_is_beside_steps_of_its_size(
+    words: str, sizes: list[tuple[int, int | None]], planned: list[float]
+) -> None:
+    """It is for whole samples and the whole batch, which take longer than the first steps."""
+    given = [words] if "=" in words else [*words.split(), "--train-iters=none"]
+    argv = [*TINY_FLAGS, "--micro-batch-size=1", "--log-interval=100", *given]
+    config = parse_settings(TrainConfig, argv, "meshwright train").config
+    sizes_of = RunSizes(9, None, 16, 4, 1, flops_per_token=1.0, peak=None, shorter={4: 1.0, 8: 1.0})
+    cpu = torch.device("cpu")
+    metrics = Metrics(None, config, sizes_of, Timers(0, "minmax", cpu, ALONE), ALONE)
+    metrics.comparison = MagicMock(**{"note.return_value": False})
+    for step, (batch, length) in enumerate(sizes, 1):
+        values = {"batch": batch, "loss": 1.0, "skipped": False}
+        if length is not None:
+            values["length"] = length
+        metrics.step(step, 4 * step, float(step), 1e-3, values)
+    assert [call.args[0] for call in metrics.comparison.note.call_args_list] == planned
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
