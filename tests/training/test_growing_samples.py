@@ -291,7 +291,9 @@ def test_lengths_differ_and_the_decay_does_not(run: Run, tmp_path: Path) -> None
     assert run(*words, LENGTHS, "--lr-warmup-tokens=40", "--exit-interval=2").status == 0
     other = "--seq-length-schedule=0:4 2:8 3:16"
     got = run(*words, other, "--lr-warmup-tokens=40")
-    assert got.status and "lengths of samples in a decay by tokens: the checkpoint has 0:4" in got.err
+    assert (
+        got.status and "lengths of samples in a decay by tokens: the checkpoint has 0:4" in got.err
+    )
     assert "length of the" not in got.err
     got = run(*words, other, "--lr-warmup-tokens=50", "--lr-decay-tokens=800")
     assert "length of the warm-up" in got.err and "length of the learning rate's decay" in got.err

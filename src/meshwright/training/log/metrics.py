@@ -208,7 +208,10 @@ class Metrics:
         is_last = iteration == self.run.steps
         if is_last or iteration % self.g.log_interval == 0 or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
-        is_planned = batch == self.config.global_batch and length in (None, self.config.data.seq_length)
+        is_planned = batch == self.config.global_batch and length in (
+            None,
+            self.config.data.seq_length,
+        )
         if self.comparison is not None and is_planned and self.comparison.note(seconds):
             stats, mapped = devices.memory_stats(self.device), devices.symmetric_memory()
             for line in self.comparison.compare(stats, mapped):

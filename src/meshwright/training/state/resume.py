@@ -574,7 +574,5 @@ def check_loading(config: TrainConfig, opened: Source | None) -> list[str]:
                 find_parts(config, sets["train"], Indexed),
                 state["consumed_train_samples"],
             )
-            lines += continue_history(
-                past, parts, sets["train"].samples, consumed, config
-            ).lines()
+            lines += continue_history(past, parts, sets["train"].samples, consumed, config).lines()
     return lines
