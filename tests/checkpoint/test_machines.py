@@ -31,6 +31,7 @@ from helpers import (
     random_boxes,
     read_losses,
 )
+from meshwright.__main__ import main
 from meshwright.base import console
 from meshwright.base.errors import BAD_DATA, HANG, IO, UserError
 from meshwright.checkpoint import loading, machines, manifests, native, publish, steps
@@ -516,6 +517,41 @@ def test_the_choice_of_folders(
 @pytest.mark.whole
 def test_a_run_goes_on_exactly_on_machines_that_changed_places(tmp_path: Path) -> None:
     goes_on_exactly(tmp_path, [0, 1], [[1, 0], [1, 0]], "--tensor-model-parallel-size=2")
+
+
+@pytest.mark.whole
+def test_a_machine_reads_from_another_what_it_lacks_of_a_step(tmp_path: Path) -> None:
+    """It is rank 0's, and takes the architecture from the other too."""
+    layout = "--tensor-model-parallel-size=2"
+    train(tmp_path, [0, 1], "--train-iters=2", layout, "--untie-embeddings-and-output-weights")
+    step = disk(tmp_path, 1) / "iter_0000002"
+    (step / "state.json").unlink()
+    flip_bit(step / "config.json", 80)
+    log = train(tmp_path, [1, 0], "--train-iters=3", layout)[0]
+    assert "resuming at step 2" in log
+    assert (disk(tmp_path, 1) / "iter_0000003" / "state.json").exists()
+
+
+@pytest.mark.whole
+def test_a_part_of_megatrons_tree_is_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reader takes the files that it finds for all: half of the heads would be a model too."""
+    flags = ["--tensor-model-parallel-size=2", "--ckpt-format=torch"]
+    train(tmp_path, [0, 1], "--train-iters=1", *flags)
+    for machine in (0, 1):
+        here, other = str(disk(tmp_path, machine)), disk(tmp_path, 1 - machine)
+        capsys.readouterr()
+        assert main(["inspect", here]) == 0
+        assert f"1 of 2 files are on {socket.gethostname()}:{other}" in capsys.readouterr().out
+        assert main(["convert", here, str(tmp_path / "hf"), "--to", "huggingface"]) == BAD_DATA
+        collect = f"`meshwright collect {here} --from {socket.gethostname()}:{other}`"
+        assert f"bring all parts together with {collect}" in capsys.readouterr().err
+    # A start of both says the same at once, on all ranks.
+    words = [*FLAGS, *OWN, *flags, "--train-iters=2"]
+    statuses = train_on_ranks(2, words, tmp_path, Machine(tmp_path, [1, 0]))
+    log = (tmp_path / "log-0").read_text()
+    assert statuses == [BAD_DATA] * 2 and "bring them together with `meshwright collect`" in log
 
 
 @pytest.mark.long

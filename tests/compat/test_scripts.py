@@ -135,6 +135,7 @@ def test_it_generates_in_one_process(stand_in: ModuleType, monkeypatch: pytest.M
         ("-H hosts --no_ssh", "--no_ssh needs --node_rank, the number of this machine from 0 to 1"),
         ("-H missing", "--hostfile missing: No such file or directory; write lines `HOST slots=N`"),
         ("-H bad", "line 1: `worker-0` is not HOST slots=N"),
+        ("-H binary", "binary is not UTF-8 text; write lines `HOST slots=N` into it"),
         ("-H twice", "line 2: `a slots=1` names a a second time"),
         ("-i a -e b", "--include and --exclude contradict each other"),
         (
@@ -157,6 +158,7 @@ def test_what_it_refuses(
     stand_in: ModuleType, flags: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("bad").write_text("worker-0\n")
+    Path("binary").write_bytes(b"\xff\xfeworker-0 slots=4")
     Path("twice").write_text("a slots=1\na slots=1\n")
     assert stand_in.start([*flags.split(), *SCRIPT.split()]) == 2
     assert words in capsys.readouterr().err
@@ -180,6 +182,7 @@ def test_it_starts_the_machines_of_a_hostfile_through_ssh(
     monkeypatch.setattr("subprocess.Popen", Machine)
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/ssh")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    Path(".deepspeed_env").write_bytes(b"PLACE=caf\xe9\n")
     flags = "-H hosts -i worker-0:1@worker-1:2 --ssh_port 2222 --launcher pdsh"
     assert stand_in.start([*flags.split(), *SCRIPT.split()]) == 70
     assert [command[:7] for command in started] == [
@@ -188,6 +191,7 @@ def test_it_starts_the_machines_of_a_hostfile_through_ssh(
     for node, (device, command) in enumerate(zip("12", started, strict=True)):
         line = command[-1]
         assert line.startswith(f"cd {tmp_path} && env ") and "NCCL_DEBUG=INFO" in line
+        assert "PLACE=caf\udce9" in line
         assert f"CUDA_VISIBLE_DEVICES={device} " in line and f"PYTHONPATH={tmp_path}:" in line
         assert (
             f"--nproc-per-node 1 --master-port 29500 --nnodes 2 --node-rank {node} --master-addr worker-0"

@@ -266,3 +266,8 @@ def test_the_precision_of_the_file_counts(parse, name):
     # A file that turns on neither only contradicts the flag.
     with pytest.raises(UserError, match=f'"{other}.enabled" is false, but --{other} is true'):
         parse(BATCHES | {name: {"enabled": False}, other: {"enabled": False}}, f"--{other}")
+    # One that turns on both is refused by its name, whatever the flags are.
+    both = BATCHES | {name: {"enabled": True}, other: {"enabled": True}}
+    for line in ("", f"--{other}"):
+        with pytest.raises(UserError, match='ds.json: "fp16.enabled" and "bf16.enabled" are both'):
+            parse(both, line)

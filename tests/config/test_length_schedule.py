@@ -133,6 +133,24 @@ def parse(*words: str) -> TrainConfig:
     return flags.parse_settings(TrainConfig, [*BASE, *words], "meshwright test").config
 
 
+@pytest.mark.parametrize("enabled", ["true", 1, [True]])
+def test_a_curriculum_is_on_or_off(tmp_path: Path, enabled: Any) -> None:
+    """DeepSpeed's is off without the key."""
+    file = tmp_path / "ds.json"
+    words = [*BASE, "--train-iters", "9", "--deepspeed_config", str(file)]
+    given = section(8, 64, "fixed_linear", total_curriculum_step=9, difficulty_step=8)
+    file.write_text(json.dumps({"curriculum_learning": given | {"enabled": enabled}}))
+    with pytest.raises(
+        UserError, match='"curriculum_learning": "enabled" is .*, not true or false'
+    ):
+        flags.parse_settings(TrainConfig, words, "meshwright test")
+    del given["enabled"]
+    file.write_text(json.dumps({"curriculum_learning": given}))
+    got = flags.parse_settings(TrainConfig, words, "meshwright test")
+    assert got.config.training.seq_length_schedule is None
+    assert f'{file}: "curriculum_learning" is off, as it has no "enabled"' in got.notices
+
+
 def test_deepspeeds_file_gives_the_schedule(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     given = section(8, 64, "fixed_linear", total_curriculum_step=9, difficulty_step=8)
@@ -147,6 +165,8 @@ def test_deepspeeds_file_gives_the_schedule(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match='"curriculum_learning" is linear:8:64:9:8, but'):
         flags.parse_settings(TrainConfig, [*words, "--seq-length-schedule=0:8"], "meshwright test")
+    with pytest.raises(UserError, match="but --seq-length-schedule is none; change one"):
+        flags.parse_settings(TrainConfig, [*words, "--seq-length-schedule=none"], "meshwright test")
     file.write_text(json.dumps({"curriculum_learning": given | {"max_difficulty": 128}}))
     with pytest.raises(UserError, match="its 128 tokens are above --seq-length 64"):
         flags.parse_settings(TrainConfig, words, "meshwright test")

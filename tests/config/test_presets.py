@@ -138,6 +138,11 @@ def test_a_shorter_run_has_a_shorter_schedule():
     c = settings("gpt3-125m", "--train-tokens", str(10**9))
     assert c.optimizer.lr_decay_iters is None and c.training.train_iters is None
     assert c.decay_samples * 2048 == pytest.approx(10**9 * 260 / 300, rel=1e-3)
+    # Where samples have different lengths, the share is one of tokens.
+    grows = ["--seq-length-schedule", "linear:64:2048:3000:8"]
+    c = settings("gpt3-125m", "--train-tokens", str(10**9), *grows)
+    assert c.tokens_of(c.decay_samples) == pytest.approx(10**9 * 260 / 300, rel=1e-3)
+    assert c.decay_samples * 2048 > 1.2 * 10**9
     c = settings("smollm2-135m", "--train-iters", "1000", "--mock-data", "--vocab-size", "64")
     assert (c.optimizer.lr_wsd_decay_iters, c.optimizer.lr_decay_style) == (200, "WSD")
     assert c.warmup_samples < c.decay_samples - c.wsd_samples

@@ -173,6 +173,11 @@ def test_the_page_has_this_table() -> None:
                 "train_tokens": None,
             },
         ),
+        # Samples of different lengths are counted in both units.
+        (
+            "--depth 12 --lr-warmup-iters 10 --seq-length-schedule 0:64",
+            {"train_iters": None, "train_tokens": 1_698_693_120},
+        ),
         (
             "--depth 12 --optimizer adam",
             {

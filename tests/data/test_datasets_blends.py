@@ -25,7 +25,9 @@ from meshwright.base.errors import IO, USAGE
 from meshwright.base.files import allow_open_files
 from meshwright.config import check_data, notices
 from meshwright.config.data_paths import PathSet, TokenFiles, path_sets
-from meshwright.config.schema import Data, Logging
+from meshwright.config.flags import parse_settings
+from meshwright.config.grammar import BlendStage
+from meshwright.config.schema import Data, Logging, TrainConfig
 from meshwright.data.blend import Blend, Chain, normalise, samples_needed
 from meshwright.data.datasets import build_datasets, continue_datasets
 from meshwright.data.files.indexed import Indexed
@@ -382,6 +384,21 @@ def test_stages_are_blends_from_their_samples_on(files):
     assert data.count_used(100) == used
     in_tokens = STAGES | {"blend_stages": [f"{40 * SEQ} tokens: 0.5 p1 0.5 p2", "70 samples: p0"]}
     assert run_of(50, 55, 100, state, **in_tokens)[0] == wanted[55:]
+
+
+def test_stages_in_tokens_follow_the_lengths_of_samples():
+    """A stage begins with the first sample that is whole at so many tokens, or above."""
+    flags = ["--seq-length=16", "--seq-length-schedule=0:4 2:8 4:16", "--global-batch-size=6"]
+    words = [*TINY_FLAGS, *flags, "--micro-batch-size=1"]
+    config = parse_settings(TrainConfig, words, "meshwright train").config
+    lengths = [4] * 12 + [8] * 12 + [16] * 100
+    for tokens in (1, 4, 5, 47, 48, 49, 56, 57, 144, 145, 160, 161, 1000):
+        wanted = next(n for n in range(125) if sum(lengths[:n]) >= tokens)
+        for begin, size in ((f"{tokens} tokens", 200), (wanted, 200)):
+            stage = BlendStage.read(f"{begin}: 1 a")
+            assert stage.first_sample(size, config.samples_with) == wanted, tokens
+    # Without a schedule all have one length.
+    assert TrainConfig(data=Data(seq_length=16)).samples_with(10**15 + 1) == 10**15 // 16 + 1
 
 
 def test_other_stages_than_before_are_refused(files):

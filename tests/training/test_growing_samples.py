@@ -19,7 +19,10 @@ from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import DocumentEnds, Loader, LoaderSpec, Mock
 from meshwright.model import counts
+from meshwright.runtime.ranks.team import ALONE
 from meshwright.training.log.lines import Interval, RunSizes
+from meshwright.training.log.metrics import Metrics
+from meshwright.training.log.timers import Timers
 from meshwright.training.setup import sizes_of_run
 from meshwright.training.state.state import Progress, State
 
@@ -97,6 +100,33 @@ def test_the_time_left_is_that_of_samples_of_the_last_length() -> None:
         interval = Interval(sizes, 8, 32, 1e-3, steps, seconds=1.0, memory=None)
         assert interval.seconds_left == 2 * longer
         assert interval.flops == 4 * length * counts.flops_per_token(config.model, 64, length, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "planned"),
+    [
+        (LENGTHS, [(4, 4), (4, 8), (4, 16), (4, 16)], [3.0, 4.0]),
+        ("--rampup-batch-size 2 2 8 --train-samples 20", [(2, None), (4, None)], [2.0]),
+        ("--seq-length-schedule=0:4 4:8", [(4, 4), (4, 8)], []),
+    ],
+)
+def test_the_plan_is_beside_steps_of_its_size(
+    words: str, sizes: list[tuple[int, int | None]], planned: list[float]
+) -> None:
+    """It is for whole samples and the whole batch, which take longer than the first steps."""
+    given = [words] if "=" in words else [*words.split(), "--train-iters=none"]
+    argv = [*TINY_FLAGS, "--micro-batch-size=1", "--log-interval=100", *given]
+    config = parse_settings(TrainConfig, argv, "meshwright train").config
+    sizes_of = RunSizes(9, None, 16, 4, 1, flops_per_token=1.0, peak=None, shorter={4: 1.0, 8: 1.0})
+    cpu = torch.device("cpu")
+    metrics = Metrics(None, config, sizes_of, Timers(0, "minmax", cpu, ALONE), ALONE)
+    metrics.comparison = MagicMock(**{"note.return_value": False})
+    for step, (batch, length) in enumerate(sizes, 1):
+        values = {"batch": batch, "loss": 1.0, "skipped": False}
+        if length is not None:
+            values["length"] = length
+        metrics.step(step, 4 * step, float(step), 1e-3, values)
+    assert [call.args[0] for call in metrics.comparison.note.call_args_list] == planned
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
@@ -239,6 +269,34 @@ def test_lengths_in_tokens_that_would_be_miscounted(run: Run, tmp_path: Path) ->
     assert "give --train-samples 70 instead" in end.err
     got = run(*words, later, "--train-samples=70", "--lr-decay-tokens=640", "--exit-interval=17")
     assert got.status == 0 and open_step(str(tmp_path), 17).state["consumed_train_tokens"] == 928
+
+
+def test_lengths_in_tokens_after_another_batch(run: Run, tmp_path: Path) -> None:
+    """The number of a step decides its length, which the samples before it do not tell."""
+    words = [*in_folder(tmp_path), "--train-iters=none", "--override-opt_param-scheduler"]
+    assert run(*words, "--train-samples=900", "--exit-interval=3").status == 0
+    words += ["--global-batch-size=8", "--seq-length-schedule=0:4 4:8 5:16"]
+    assert run(*words, "--train-samples=900", "--exit-interval=4").status == 0
+    # Read are 12 samples of 16 tokens and 8 of 4. Step 5 reads 8 x 8, and those from step 6 on
+    # 8 x 16, so that 1,000 tokens are 8 + 5 x 8 samples more, and some.
+    end = run(*words, "--train-tokens=1000", "--dry-run")
+    assert end.status and "and gave 224; give --train-samples 72 instead" in end.err
+    got = run(*words, "--train-samples=72")
+    assert got.status == 0 and open_step(str(tmp_path), 10).state["consumed_train_tokens"] == 928
+
+
+def test_lengths_differ_and_the_decay_does_not(run: Run, tmp_path: Path) -> None:
+    """The same tokens are other samples where the schedule of lengths is another."""
+    words = [*in_folder(tmp_path), "--lr-decay-tokens=900"]
+    assert run(*words, LENGTHS, "--lr-warmup-tokens=40", "--exit-interval=2").status == 0
+    other = "--seq-length-schedule=0:4 2:8 3:16"
+    got = run(*words, other, "--lr-warmup-tokens=40")
+    assert (
+        got.status and "lengths of samples in a decay by tokens: the checkpoint has 0:4" in got.err
+    )
+    assert "length of the" not in got.err
+    got = run(*words, other, "--lr-warmup-tokens=50", "--lr-decay-tokens=800")
+    assert "length of the warm-up" in got.err and "length of the learning rate's decay" in got.err
 
 
 def test_steps_at_rate_0_after_a_change_of_the_schedule(run: Run, tmp_path: Path) -> None:

@@ -52,22 +52,35 @@ def readable(place: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in written)
 
 
+def run_of(path: Path) -> Path:
+    """Return the folder of the run that has a file of a step, in our format or in Megatron's."""
+    step = path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
+    return step.parent
+
+
 def is_elsewhere(path: Path, place: str) -> bool:
     """Return whether a file of a step, which was written at this place, is on another machine."""
     if not place or path.exists():
         return False
-    step = path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
-    return place.rpartition("#")[2] != disk_of(step.parent)
+    return place.rpartition("#")[2] != disk_of(run_of(path))
 
 
-def not_here(path: Path, place: str) -> UserError:
-    """Return the error for a file that only a machine that is not at hand has."""
-    run = path.parent.parent
-    return UserError(
-        f"{path} is on the disk of {readable(place)}; bring all parts together with "
-        f"`meshwright collect {run} --from {shlex.quote(readable(place))}`",
-        BAD_DATA,
-    )
+def require_here(folder: Path, manifest: Mapping[str, File]) -> None:
+    """Refuse a step of which some file is on another machine."""
+    for name, file in sorted(manifest.items()):
+        if is_elsewhere(folder / name, file.place):
+            raise OnOtherMachine(folder / name, file.place)
+
+
+class OnOtherMachine(UserError):
+    """A file of a step is on a machine that is not at hand."""
+
+    def __init__(self, path: Path, place: str) -> None:
+        super().__init__(
+            f"{path} is on the disk of {readable(place)}; bring all parts together with "
+            f"`meshwright collect {run_of(path)} --from {shlex.quote(readable(place))}`",
+            BAD_DATA,
+        )
 
 
 def list_elsewhere(folder: Path, manifest: Mapping[str, File]) -> dict[str, list[str]]:

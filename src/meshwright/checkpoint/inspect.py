@@ -99,6 +99,9 @@ def describe_steps(
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             undamaged = False
             continue
+        except disks.OnOtherMachine:
+            lines += [f"  {folder.name}  {how}", *describe_elsewhere(folder, manifest)]
+            continue
 
         # Two lines for each step; --ckpt-format has written one without files of ranks.
         ranks = sum(name.startswith("rank_") for name in manifest)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.base.console import notice, say
 from meshwright.base.errors import BAD_DATA, UserError, bad_data, not_a_run
-from meshwright.checkpoint import averages, manifests, mirror, native, publish, steps
+from meshwright.checkpoint import averages, disks, manifests, mirror, native, publish, steps
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.formats import all_formats
@@ -218,8 +218,11 @@ def open_foreign(
     folder = location.folder
     if options.trust and team.is_rank_0:
         notice(f"--trust-pickle: any code in the files of {folder} is run")
-    if location.ours and options.verify != "none":
-        manifests.verify_step(folder, full=True)
+    if location.ours:
+        # Its reader takes the files that it finds for all: a part would be another model.
+        disks.require_here(folder, manifests.read_manifest(folder))
+        if options.verify != "none":
+            manifests.verify_step(folder, full=True)
     if opened is not None and (opened.kind, opened.folder) == (kind, folder):
         return opened
     try:

@@ -289,8 +289,7 @@ class RunMachines:
             if not skipped:
                 raise DamagedCheckpoint(f"there is no older checkpoint in {root}")
             raise DamagedCheckpoint(
-                f"no complete checkpoint in {root} on the machines of this run: {'; '.join(skipped)}; start the "
-                "machine with that part too"
+                f"no complete checkpoint in {root} on the machines of this run: {'; '.join(skipped)}"
             )
         notes = [f"WARNING: skipping {why}" for why in skipped]
         return locate(root, newest), notes
@@ -323,7 +322,8 @@ def name_lacking(lacking: dict[str, str]) -> str:
         some = ", ".join(names[:FILES_NAMED]) + ", ..." * (len(names) > FILES_NAMED)
         parts.append(f"{whose} ({some})")
     verb = "is" if len(parts) == 1 else "are"
-    return f"{' and '.join(parts)} {verb} damaged, or on a machine that is not in the run"
+    where = "on a machine that is not in the run and must be started too"
+    return f"{' and '.join(parts)} {verb} damaged, or {where}"
 
 
 @contextlib.contextmanager

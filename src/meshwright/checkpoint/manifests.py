@@ -315,7 +315,7 @@ class VerifiedReader:
     def _open(self) -> None:
         """Open the file here, unless it is in storage."""
         if isinstance(self.file, File) and disks.is_elsewhere(self.path, self.file.place):
-            raise disks.not_here(self.path, self.file.place)
+            raise disks.OnOtherMachine(self.path, self.file.place)
         check_size(self.path, self.file)
         try:
             # Between the look at it and this, someone may have put a link there.

@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -147,12 +148,15 @@ class BlendStage(TextForm):
             raise ValueError(f"{text!r} names a prefix twice; give each once")
         return cls(text, begin, unit, tuple(zip(names, weights or [1.0], strict=True)))
 
-    def first_sample(self, samples: int, length: int) -> int:
-        """Return the first sample of the stage in a run of so many samples of so many tokens."""
+    def first_sample(self, samples: int, samples_with: Callable[[int], int]) -> int:
+        """Return the first sample of the stage in a run of so many samples.
+
+        `samples_with` gives the number of samples that have so many tokens.
+        """
         if self.unit == "%":
             return round(samples * self.begin / 100)
-        # A sample that the point is within still belongs to the blend before, hence rounded up.
-        return -(-int(self.begin) // length) if self.unit == "tokens" else int(self.begin)
+        begin = int(self.begin)
+        return samples_with(begin) if self.unit == "tokens" else begin
 
     def follows(self, before: BlendStage | None) -> bool:
         """Return whether the stage begins after another, or after the first sample."""

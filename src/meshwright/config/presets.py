@@ -89,15 +89,22 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     # How many samples an epoch has is not known yet, so that the schedule takes all of them.
     if unit == "epochs":
         return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
-    # The parts of the schedule keep their shares of the run, in the unit of its length.
+    # The parts of the schedule keep their shares of the run, in the unit of its length. Tokens are
+    # counted in samples, unless these have different lengths; the last ones, of WSD, have one.
     length = given[f"train_{unit}"]
     in_steps = unit == "iters"
+    tokens = length
     if unit == "tokens":
         length //= given.get("seq_length") or out["seq_length"]
+    grows = unit == "tokens" and given.get("seq_length_schedule") is not None
     for part, share in parts.items():
         del out[part]
         # A part that the user gives, in any unit, stays as it is.
-        if not any(part.replace("iters", u) in given for u in units):
+        if any(part.replace("iters", u) in given for u in units):
+            continue
+        if grows and part == "lr_decay_iters":
+            out["lr_decay_tokens"] = max(1, round(tokens * share))
+        else:
             key = part if in_steps else part.replace("iters", "samples")
             out[key] = max(1, round(length * share))
     if not in_steps:

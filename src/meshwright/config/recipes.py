@@ -354,8 +354,13 @@ def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
 
 
 def _choose_steps(draft: Draft) -> None:
-    """Choose a length in steps in place of tokens, as a schedule that is given in steps needs."""
+    """Choose a length in steps in place of tokens, as a schedule that is given in steps needs.
+
+    With --seq-length-schedule the two units may stand side by side.
+    """
     if "train_tokens" not in draft.choices or not draft.given.intersection(BY_STEPS):
+        return
+    if draft.config.training.seq_length_schedule is not None:
         return
     tokens, reason = draft.choices.pop("train_tokens")
     length = draft.config.data.seq_length or 1

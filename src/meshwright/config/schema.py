@@ -1677,6 +1677,14 @@ class TrainConfig:
         # Steps have one size: a batch that grows is refused beside the schedule.
         return self.global_batch * schedule.tokens(samples / self.global_batch)
 
+    def samples_with(self, tokens: int) -> int:
+        """Return the samples from the run's beginning on that have so many tokens, rounded up."""
+        samples = max(0, int(self.in_samples(None, tokens=tokens)) - 1)
+        # Up to here the number may be off by a rounding; those of whole samples are integers.
+        while round(self.tokens_of(samples)) < tokens:
+            samples += 1
+        return samples
+
     def micro_batches(self, size: int) -> int:
         """Return the forward passes of one rank in a step of `size` samples."""
         return size // (self.micro_batch * self.dp)

@@ -129,7 +129,7 @@ def continue_datasets(
             if spec.paths.name and out.get(spec.paths.split) is None:
                 out.pop(spec.paths.split, None)
             if spec.key == "train":
-                history = continue_history(past, parts, spec.samples, consumed, d)
+                history = continue_history(past, parts, spec.samples, consumed, config)
                 out["train"] = build_train(config, spec, parts, history, consumed, vocab_size)
             else:
                 out[spec.key] = build_set(config, spec, parts)

@@ -19,7 +19,7 @@ from meshwright.base.console import notice, remark
 from meshwright.base.errors import USAGE, UserError
 from meshwright.base.storage.addresses import shown
 from meshwright.config.problem import SettingsError
-from meshwright.config.schema import Data
+from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import fingerprint
 from meshwright.data.sets import SetPart
@@ -94,14 +94,14 @@ def unique_names(parts: Sequence[SetPart]) -> list[str]:
     return names
 
 
-def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
+def begin_history(parts: Sequence[SetPart], size: int, c: TrainConfig) -> BlendHistory:
     """Return the blends that the flags give a run of `size` samples."""
     # The blend from the beginning on, and those of --blend-stages.
     named = dict(zip(unique_names(parts), parts, strict=True))
     first = tuple((name, part.share) for name, part in named.items() if part.share)
     phases = [BlendPhase(0, first)]
-    for stage in d.blend_stages:
-        begin = stage.first_sample(size, d.seq_length or 1)
+    for stage in c.data.blend_stages:
+        begin = stage.first_sample(size, c.samples_with)
         if begin <= phases[-1].begin:
             raise SettingsError(
                 f"{{blend_stages}}: the stage from {stage.start} on begins at sample {begin}, the blend before it at "
@@ -134,15 +134,15 @@ def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
 
 
 def continue_history(
-    past: BlendHistory | None, parts: Sequence[SetPart], size: int, consumed: int, d: Data
+    past: BlendHistory | None, parts: Sequence[SetPart], size: int, consumed: int, c: TrainConfig
 ) -> BlendHistory:
     """Return the history with which a run of `size` samples continues.
 
     Another blend than the checkpoint's is refused, unless --blend-change-at gives its first sample.
     """
-    now = begin_history(parts, size, d)
-    change_at = d.blend_change_at
-    if d.blend_stages:
+    now = begin_history(parts, size, c)
+    change_at = c.data.blend_change_at
+    if c.data.blend_stages:
         return continue_stages(past, now, size, consumed)
 
     # Nothing is remembered.

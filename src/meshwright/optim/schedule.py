@@ -284,7 +284,7 @@ def resume_schedule(
             continue
         # Without a ramp the weight decay's length says nothing: ours may differ, and holds.
         matters = name != "wd_samples" or has_ramp
-        if new != old and matters and not takes_saved:
+        if not is_same_length(name, before, ours) and matters and not takes_saved:
             different.append(describe_difference(name, before, ours, c))
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
@@ -299,6 +299,21 @@ def resume_schedule(
         anew = "to begin anew from the checkpoint's weights, add {finetune=True}, with a {save} of its own"
         raise SettingsError("\n  ".join([f"{head}:", *different, ways, anew]))
     return dataclasses.replace(ours, **values), lines
+
+
+def is_same_length(name: str, before: Schedule, ours: Schedule) -> bool:
+    """Return whether a field is the same in both.
+
+    In a decay by tokens lengths are the same if they have as many tokens: these are other samples
+    where the lengths of samples differ, which is a difference of its own.
+    """
+    old, new = getattr(before, name), getattr(ours, name)
+    if old == new or not (before.lengths and ours.lengths):
+        return bool(old == new)
+    in_tokens = ["decay"]
+    if before.warmup_unit == ours.warmup_unit == "tokens":
+        in_tokens.append("warmup")
+    return name in in_tokens and math.isclose(before.counted(old), ours.counted(new))
 
 
 def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainConfig) -> str:

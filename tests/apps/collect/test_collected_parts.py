@@ -96,6 +96,34 @@ def test_parts_of_a_folder_are_brought_together(
     assert main(["collect", str(new), "--from", str(run)]) == 0 and is_whole(new)
 
 
+def test_a_file_that_was_cut_is_replaced(run: Path) -> None:
+    """A step with one is complete once another machine's copy is here, and not before."""
+    b, c = run.parent / "b", run.parent / "c"
+    shutil.copytree(run, c)
+    cut = run / "iter_0000005" / "index.json"
+    os.truncate(cut, 10)
+    assert main(["collect", str(run), "--from", str(b)]) == BAD_DATA
+    assert not (run / steps.TRACKER).exists()
+    assert main(["collect", str(run), "--from", str(c)]) == 0 and is_whole(run)
+    assert (run / steps.TRACKER).read_text() == "5"
+
+
+def test_a_step_is_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside its files there would be a step in the step."""
+    step, b = run / "iter_0000005", run.parent / "b"
+    names = os.listdir(step)
+    for words in (
+        [str(step), "--from", str(b)],
+        [str(run), "--from", str(b / "iter_0000005")],
+        [str(run), "--from", f"node-b:{b}/iter_0000005/"],
+    ):
+        assert main(["collect", *words]) == BAD_DATA
+        assert "is a step; give the folder of the run, " in capsys.readouterr().err
+    assert os.listdir(step) == names
+    assert main(["collect", str(step / "state.json"), "--from", str(b)]) == BAD_DATA
+    assert "is a file; give the run's folder" in capsys.readouterr().err
+
+
 SSH = """#!/bin/sh
 echo "$1" >> "$SSH_LOG"
 exec sh -c "$2"

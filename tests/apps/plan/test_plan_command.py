@@ -65,6 +65,17 @@ def test_a_given_layout_is_predicted(capsys: pytest.CaptureFixture[str]) -> None
     assert data["checkpoint"]["bytes"] == pytest.approx(12 * 354_823_168, rel=0.01)
 
 
+def test_the_tokens_of_smaller_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """All steps are taken for as long as the one that is planned, the longest."""
+    words = [*LAYOUT, "--global-batch-size=512", "--train-samples=2000000"]
+    assert "3,906 steps, 2.0 billion tokens: 0" in plan(capsys, *words)
+    # Of 2,000 steps of 512 samples, each lacks 768 tokens.
+    grown = plan(capsys, *words, "--seq-length-schedule=0:256 2000:1024")
+    assert "3,906 steps, 1.3 billion tokens: at most 0" in grown
+    ramped = plan(capsys, *words, "--rampup-batch-size", "256", "256", "500000")
+    assert " steps, 2.0 billion tokens: at most 0" in ramped
+
+
 @pytest.mark.usefixtures("estimated")
 def test_a_layout_that_does_not_fit_says_the_least_change(
     capsys: pytest.CaptureFixture[str],

@@ -22,7 +22,7 @@ from meshwright.base.files import make_anew, own_file, sync
 from meshwright.base.progress import progress_bar
 from meshwright.base.runs.rows import METRICS
 from meshwright.checkpoint import disks, manifests, owner, publish, steps
-from meshwright.checkpoint.manifests import DamagedCheckpoint, Manifest
+from meshwright.checkpoint.manifests import DamagedCheckpoint, File, Manifest
 from meshwright.checkpoint.steps import OUR_STEP
 
 STAGE = ".collect"  # in the run's folder: what was copied and is not verified yet
@@ -38,6 +38,9 @@ Advance = Callable[[float], None]
 
 def collect(run: Path, sources: list[str]) -> None:
     """Copy what the steps in `run` lack from the sources, or from where the steps say."""
+    require_run(run, "RUN")
+    if run.exists() and not run.is_dir():
+        raise UserError(f"{run} is a file; give the run's folder", BAD_DATA)
     if not sources and not steps.list_steps(run):
         raise UserError(
             f"{run} holds no step that says where the others are; give --from HOST:DIR or DIR",
@@ -54,6 +57,14 @@ def collect(run: Path, sources: list[str]) -> None:
         publish_newest(run)
 
 
+def require_run(folder: Path, word: str) -> None:
+    """Refuse the folder of a step, beside whose files another one would be made."""
+    if re.fullmatch(OUR_STEP, folder.name):
+        raise UserError(
+            f"{word} {folder} is a step; give the folder of the run, {folder.parent}", BAD_DATA
+        )
+
+
 def places_of(run: Path) -> list[str]:
     """Return the machines and folders that have what the steps here lack."""
     found: list[str] = []
@@ -68,10 +79,12 @@ def read_source(text: str) -> RunFolder:
     """Return the source that HOST:DIR or DIR names."""
     host, colon, folder = text.partition(":")
     if not colon or "/" in host or Path(text).is_dir():
+        require_run(Path(text), "--from")
         return LocalFolder(Path(text))
     # A second colon would have rsync ask a server of its own instead of ssh.
     if not re.fullmatch(HOST, host) or folder.startswith(":"):
         raise UserError(f"{text[:200]!r} names no machine; give HOST:DIR or DIR")
+    require_run(Path(folder), "--from")
     # ssh begins in the user's folder there.
     return RemoteFolder(host, folder.removeprefix("~/") or ".")
 
@@ -226,7 +239,7 @@ def take_step(run: Path, source: RunFolder, name: str) -> None:
         show(f"  {name}: passed over, it is another step of that number than the one here")
         return
 
-    lacking = {n: file for n, file in manifest.items() if not (here / n).exists()}
+    lacking = {n: file for n, file in manifest.items() if not has_size(here / n, file)}
     size = sum(file.size for file in lacking.values())
     with progress_bar(name, size) as advance:
         source.copy([f"{name}/{n}" for n in lacking], run / STAGE, advance)
@@ -251,6 +264,15 @@ def take_step(run: Path, source: RunFolder, name: str) -> None:
     )
 
 
+def has_size(path: Path, file: File) -> bool:
+    """Return whether a file is here as long as it was written; one that was cut is replaced."""
+    try:
+        manifests.check_size(path, file)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
 def require_intact(folder: Path, files: Manifest) -> None:
     """Check size and every byte of files that were copied, and bring them to the disk."""
     for name, file in files.items():
@@ -265,6 +287,7 @@ def publish_newest(run: Path) -> None:
     for step in steps.list_steps(run):
         with contextlib.suppress(DamagedCheckpoint):
             if not lacking_places(run, step):
+                manifests.verify_step(steps.step_folder(run, step))
                 publish.write_tracker(run, step)
                 return
 

@@ -199,12 +199,13 @@ def time_lines(prediction: Prediction, length: float | None, price: float | None
     if length is None:
         return lines
 
-    # The whole run, if its length is known.
-    tokens = length * c.global_batch * (c.data.seq_length or 0) / 1e9
+    # The whole run, if its length is known. Its first steps may be smaller than the one planned.
+    tokens = c.tokens_of(c.samples or length * c.global_batch) / 1e9
     seconds = length * time.seconds
     days = seconds / DAY
     hours = seconds * c.world / 3600
-    run = f"  {length:,.0f} steps, {tokens:,.1f} billion tokens: {days:,.2f} days"
+    most = "at most " if len(c.sample_lengths) > 1 or c.batch(0) < c.global_batch else ""
+    run = f"  {length:,.0f} steps, {tokens:,.1f} billion tokens: {most}{days:,.2f} days"
     run += f", {hours:,.0f} device-hours"
     if price is not None:
         run += f", {hours * price:,.0f} at {price:g} an hour"

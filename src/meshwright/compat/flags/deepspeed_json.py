@@ -198,16 +198,18 @@ def merge_deepspeed(
         if name == "loss_scale":
             taken[name] = value
             notices.append(
-                f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}'
+                f'{path}: "{key}" is {_format(value, name)}, which counts instead of --loss-scale {_format(have, name)}'
             )
         else:
             other = f"{{{name}}} is" if name in given else "another key says"
-            wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
+            wrong.append(
+                f'"{key}" is {_format(value, name)}, but {other} {_format(have, name)}; change one'
+            )
 
     # Values that contradict others.
-    if taken.get("fp16") and taken.get("bf16"):
+    if found.get("fp16.enabled") and (found.get("bf16.enabled") or found.get("bfloat16.enabled")):
         wrong.append('"fp16.enabled" and "bf16.enabled" are both true; change one')
-        del taken["fp16"]
+        taken = {name: value for name, value in taken.items() if name not in ("fp16", "bf16")}
     if taken.get("zero_stage") == 0 and config.parallel.zero_stage == 1:
         wrong.append(
             '"zero_optimization.stage" is 0, but {use_distributed_optimizer=True} is ZeRO 1; change one'
@@ -216,7 +218,7 @@ def merge_deepspeed(
     # Fill in, and say what was.
     filled = _fill_accumulation(config, taken, wrong)
     sets = [
-        spelling(n) + ("" if v is True else f" {_format(v)}")
+        spelling(n) + ("" if v is True else f" {_format(v, n)}")
         for n, v in taken.items()
         if v != known[n]
     ]
@@ -240,8 +242,10 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
     for key, value in _leaves(file):
         if key == CURRICULUM:
             try:
-                if not _is_off(value):
+                if _is_curriculum_on(value):
                     found[key] = curriculum(value)
+                elif value and "enabled" not in value:
+                    notices.append(f'{path}: "{key}" is off, as it has no "enabled"')
             except ValueError as error:
                 wrong.append(f'"{key}": {error}')
         elif key in MAPPED:
@@ -349,10 +353,21 @@ def _is_off(value: Any) -> bool:
     return not value or value == -1
 
 
-def _format(value: Any) -> str:
-    """Return a value as JSON and flags both spell it; None can only be a loss scale."""
+def _is_curriculum_on(section: Any) -> bool:
+    """Return whether a curriculum is used: as in DeepSpeed, only one with "enabled" is."""
+    if not (isinstance(section, dict) and section):
+        return bool(section)
+    enabled = section.get("enabled")
+    try:
+        return enabled not in (None, "auto") and switch(enabled)
+    except ValueError as error:
+        raise ValueError(f'"enabled" is {json.dumps(enabled)[:100]}, not {error}') from None
+
+
+def _format(value: Any, name: str) -> str:
+    """Return a setting's value as JSON and flags both spell it."""
     if value is None:
-        return "dynamic"
+        return "dynamic" if name == "loss_scale" else "none"
     if isinstance(value, bool):
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

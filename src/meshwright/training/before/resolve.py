@@ -252,12 +252,14 @@ def resolve(
 def complete_from_others(resolved: TrainingRun, team: Team) -> TrainingRun:
     """Take the architecture from other machines' checkpoint where --load has none here.
 
-    Machines may have disks of their own, and on one that is new to the run --load is empty.
+    Machines may have disks of their own. On one that is new to the run --load is empty, and one
+    whose step is damaged cannot say either.
     """
     config, load = resolved.config, resolved.config.checkpoint.load
     if team.size == 1 or not load:
         return resolved
-    has_own = bool(steps.list_steps(steps.split_path(load)[0]))
+    has_steps = bool(steps.list_steps(steps.split_path(load)[0]))
+    has_own = has_steps and open_start(config, team.size) is not None
     settings = flags.to_dict(config)
     stated = {name: settings[name] for name in taken_over()} if has_own else {}
     theirs = team.merge(stated, first_of)

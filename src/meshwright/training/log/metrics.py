@@ -123,7 +123,8 @@ class Metrics:
         self.memory_is_printed = self.gpus_are_hidden = False
         self.is_first_of_machine = True  # the start says so if it is not
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
-        # On an accelerator, the plan beside the first steps.
+        # On an accelerator, the plan beside the first steps of the size that it is for: those of a
+        # growing batch or length are smaller.
         self.comparison: StepComparison | None = None
         is_drawn = not config.training.skip_train and find_page() is not None
         self.page = LivePage(folder) if folder is not None and is_drawn else None
@@ -172,7 +173,7 @@ class Metrics:
 
         The line shows the learning rate of the next step, as Megatron's does.
         """
-        batch, loss = values["batch"], values["loss"]
+        batch, loss, length = values["batch"], values["loss"], values.get("length")
         self.since_line.append(values)
         self.seconds += seconds
         if not values["skipped"]:
@@ -207,7 +208,11 @@ class Metrics:
         is_last = iteration == self.run.steps
         if is_last or iteration % self.g.log_interval == 0 or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
-        if self.comparison is not None and self.comparison.note(seconds):
+        is_planned = batch == self.config.global_batch and length in (
+            None,
+            self.config.data.seq_length,
+        )
+        if self.comparison is not None and is_planned and self.comparison.note(seconds):
             stats, mapped = devices.memory_stats(self.device), devices.symmetric_memory()
             for line in self.comparison.compare(stats, mapped):
                 remark(line)

@@ -19,9 +19,10 @@ from meshwright.base.runs.history import read_settings
 from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.base.storage import addresses
 from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.disks import OnOtherMachine
 from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import find_manifest, read_manifest
+from meshwright.checkpoint.manifests import DamagedCheckpoint, find_manifest, read_manifest
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.config import flags
@@ -210,8 +211,11 @@ def require_counted_tokens(config: TrainConfig, state: Mapping[str, Any]) -> Non
         counted = round(config.tokens_of(samples))
         if not isinstance(given, int) or read in (None, counted):
             continue
-        # What is left is read with the lengths of now.
-        end = max(int(config.in_samples(None, tokens=counted + max(given - read, 0))), 1)
+        # What is left is read in the steps that follow, whose number decides their lengths: an
+        # earlier batch may have been another one, so that the samples do not tell it.
+        done = state.get("iteration", 0) * config.global_batch if name == "train" else samples
+        then = round(config.tokens_of(done)) + max(given - read, 0)
+        end = max(samples + int(config.in_samples(None, tokens=then)) - done, 1)
         raise SettingsError(
             f"{{{name}_tokens={given}}} would count the checkpoint's {samples:,} samples as {counted:,} tokens, but they "
             f"had other lengths and gave {read:,}; give {{{name}_samples={end}}} instead, which is at as many tokens"
@@ -487,13 +491,19 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
 def open_start(config: TrainConfig, ranks: int) -> Source | None:
     """Open what --load means, to look at its settings; refuse a path without a checkpoint.
 
-    One of several ranks goes on, if it can: another machine may have the checkpoint. Steps that are
-    passed over are reported when it is loaded.
+    One of several ranks goes on, if it can: another machine may have the checkpoint, or what this
+    one lacks of it. Steps that are passed over are reported when it is loaded.
     """
     assert config.checkpoint.load
     options = open_options(config)._replace(verify="none")
-    source = loading.open_checkpoint(config.checkpoint.load, options, report=lambda line: None)
-    if source is None and (ranks == 1 or lacking_sizes(config)):
+    is_needed = ranks == 1 or lacking_sizes(config)
+    try:
+        source = loading.open_checkpoint(config.checkpoint.load, options, report=lambda line: None)
+    except (DamagedCheckpoint, OnOtherMachine):
+        if is_needed:
+            raise
+        return None
+    if source is None and is_needed:
         refuse_missing(config)
     return source
 
@@ -564,7 +574,5 @@ def check_loading(config: TrainConfig, opened: Source | None) -> list[str]:
                 find_parts(config, sets["train"], Indexed),
                 state["consumed_train_samples"],
             )
-            lines += continue_history(
-                past, parts, sets["train"].samples, consumed, config.data
-            ).lines()
+            lines += continue_history(past, parts, sets["train"].samples, consumed, config).lines()
     return lines
