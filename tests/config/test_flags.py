@@ -268,6 +268,19 @@ def test_equals_sign_and_blanks():
     assert (c.data.data_path, str(c.data.split)) == (["one two", "three"], "949, 50, 1")
 
 
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("--tensor-model-parallel", "did you mean --tensor-model-parallel-size?"),
+        ("--num_layer", "did you mean --num-layers?"),
+        ("--lr-decay-s", "see --help"),  # -samples or -style
+    ],
+)
+def test_the_beginning_of_a_flag(typed, advice):
+    """argparse takes it for the flag, so scripts of other trainers may have it."""
+    assert refusal(typed, "2") == f"unknown flag {typed}; {advice}"
+
+
 def test_underscores_for_hyphens():
     got = parse(
         "--seq_length", "8", "--train_iters=5", "--no_progress", "--data_path", "a_b", "c"
@@ -452,6 +465,62 @@ def test_empty_file_is_no_mistake(tmp_path):
     for name in ("a.toml", "a.yaml"):
         (tmp_path / name).write_text("")
         assert parse("--config", str(tmp_path / name)).config == TrainConfig()
+
+
+def test_a_byte_order_mark_is_no_setting(tmp_path):
+    """Editors of Windows write one."""
+    for name, text in (("a.toml", "lr = 0.5\n"), ("a.yaml", "lr: 0.5\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert parse("--config", str(tmp_path / name)).config.optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "a.toml",
+            "seed = 1\n[training]\nseed = 2\n",
+            "seed in FILE is given twice, as 1 and as 2",
+        ),
+        (
+            "a.toml",
+            "train-iters = 1\ntrain_iters = 2\n",
+            "train_iters in FILE is given twice, as 1",
+        ),
+        (
+            "a.toml",
+            "learning_rate = 0.1\nlr = 0.2\n",
+            "lr in FILE is given twice, as 0.1 and as 0.2; remove one",
+        ),
+        ("a.yaml", "seed: 1\nlr: 0.1\nseed: 2\n", "FILE: seed is given twice\n"),
+        ("a.yaml", "training: {seed: 1, seed: 2}\n", "FILE: seed is given twice\n"),
+        # as yaml.safe_load takes merge keys, which no settings need
+        ("a.yaml", "training: {<<: {seed: 1}, seed: 2}\n", ""),
+    ],
+)
+def test_a_setting_that_a_file_gives_twice(tmp_path, name, text, words):
+    """None of the two is silently passed over."""
+    path = tmp_path / name
+    path.write_text(text)
+    if words:
+        assert words.replace("FILE", str(path)) in refusal("--config", str(path))
+    else:
+        assert parse("--config", str(path)).config.training.seed == 2
+
+
+def test_sections_of_other_commands_keep_their_settings(tmp_path):
+    """A setting of another command may have the name of ours, and one file may hold both."""
+    path = tmp_path / "all.toml"
+    sections = ["[training]\nseed = 5\n", "[deduplication]\nseed = 7\n"]
+    texts = ["[evaluate]\ninput = ['b']\n", "[preprocess]\ninput = ['a']\nlog_interval = 3\n"]
+    for content in (sections + texts, texts[::-1] + sections[::-1]):
+        path.write_text("".join(content))
+        config = parse("--config", str(path)).config
+        assert (config.training.seed, config.logging.log_interval) == (5, 100)
+        prepared = parse("--config", str(path), cls=PreprocessConfig).config.preprocess
+        assert (prepared.input, prepared.log_interval) == (["a"], 3)
+    path.write_text("[deduplication]\nsead = 7\n")
+    assert f"unknown setting 'sead' in {path}" in refusal("--config", str(path))
 
 
 # Flags without effect

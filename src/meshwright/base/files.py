@@ -340,6 +340,29 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+def parse_yaml(text: str) -> Any:
+    """Return what YAML holds; raise yaml.YAMLError if a key of a table is given twice.
+
+    YAML forbids that, as TOML does, but yaml.safe_load takes the last one.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+            # Before merge keys (<<) add what a table may give again.
+            seen = set()
+            for key, _ in getattr(node, "value", ()):
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen and key.value != "<<":
+                        raise yaml.MarkedYAMLError(
+                            problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                        )
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)  # noqa: S506 (a SafeLoader)
+
+
 def read_table(name: str) -> dict[str, Any]:
     """Return a TOML file of this package."""
     return tomllib.loads(resources.files("meshwright").joinpath(name).read_text(encoding="utf-8"))

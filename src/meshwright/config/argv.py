@@ -341,7 +341,10 @@ def answer_unknown(word: str, syntax: Syntax) -> Problem:
             known[flag] = option.target
     if ours := our_word("flags", hyphenated[2:], {*known, *known.values()}):
         return Problem(names_in(ours), f"{unknown}; here it is {ours}")
-    if near := nearest(hyphenated, known, cutoff=0.8):
+    # argparse, and so other trainers, take the beginning of one flag alone for that flag.
+    longer = [flag for flag in known if flag.startswith(hyphenated)]
+    near = longer[0] if len(longer) == 1 else nearest(hyphenated, known, cutoff=0.8)
+    if near:
         return Problem((known[near],), f"{unknown}; did you mean {near}?")
     advice = "flags of COMMAND go after it" if syntax.names_follow else "see --help"
     return Problem((), f"{unknown}; {advice}")

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.base import console, registry
 from meshwright.base.errors import BAD_DATA, DONE, UNAVAILABLE, UserError
-from meshwright.base.files import parse_toml, read_small
+from meshwright.base.files import parse_toml, parse_yaml, read_small
 from meshwright.base.hints import find_address, nearest, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
@@ -756,18 +756,15 @@ class LayerReader:
                 f"{file}: Python files cannot be read: {registry.LACKING}", UNAVAILABLE
             )
         try:
-            text = read_small(path, SETTINGS_LIMIT, pipes=True).decode()
+            # Editors of Windows begin a file with a byte order mark.
+            text = read_small(path, SETTINGS_LIMIT, pipes=True).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
             raise SettingsError(
                 f"{file}: {e.strerror if isinstance(e, OSError) else 'not UTF-8 text'}"
             ) from None
         try:
-            if path.suffix in (".yaml", ".yml"):
-                import yaml
-
-                data = yaml.safe_load(text) or {}
-            else:
-                data = parse_toml(text)
+            is_yaml = path.suffix in (".yaml", ".yml")
+            data = parse_yaml(text) or {} if is_yaml else parse_toml(text)
         # a hostile file can break a reader in many ways, such as by deep nesting
         except Exception as e:
             raise SettingsError(f"{file}: {plain(e)}; {SETTINGS_ARE}") from None
@@ -776,7 +773,7 @@ class LayerReader:
         return self._of_file(data, path)
 
     def _of_file(self, settings: dict[Any, Any], path: Path) -> dict[str, Any]:
-        values = self._without_others(self._flat(settings))
+        values = self._without_others(self._flat(settings, path))
         # The config.toml of a run that an earlier release began must still continue it.
         for name, value in values.items():
             if isinstance(value, str) and (name, value) in REMOVED_VALUES:
@@ -793,13 +790,38 @@ class LayerReader:
                 )
         return self.convert_all(values, lambda key: GivenAs(key, " = ", f" in {path}"))
 
-    def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
+    def _flat(self, data: dict[Any, Any], path: Path) -> dict[Any, Any]:
+        """Return the settings of a file without its sections; refuse one that is given twice."""
         flat: dict[Any, Any] = {}
-        for key, value in data.items():
-            # A file may hold sections for other commands.
-            is_section = any(key in config_groups(cls) for cls in (self.cls, *every_config()))
-            flat.update(value if isinstance(value, dict) and is_section else {key: value})
+        spelled: dict[str, Any] = {}
+        for section, value in data.items():
+            for key, setting in self._of_section(section, value).items():
+                name = _key(str(key))
+                name = self.aliases.get(name, name)
+                if name in spelled:
+                    before = plain(f"{key} in {path} is given twice")
+                    values = f"as {_short(flat[spelled[name]])} and as {_short(setting)}"
+                    text = f"{before}, {values}; remove one"
+                    self.problems.append(Problem((name,) if name in self.fields else (), text))
+                    continue
+                spelled[name] = key
+                flat[key] = setting
         return flat
+
+    def _of_section(self, section: Any, value: Any) -> dict[Any, Any]:
+        """Return what a file's section gives to this command, or a setting outside of sections.
+
+        A file may hold sections for other commands, whose settings can have the names of ours.
+        """
+        if not isinstance(value, dict):
+            return {section: value}
+        if section in config_groups(self.cls):
+            return value
+        groups = [config_groups(cls).get(section) for cls in every_config()]
+        theirs = {f.name for group in groups if group for f in dataclasses.fields(group)}
+        if not theirs:
+            return {section: value}
+        return {key: setting for key, setting in value.items() if _key(str(key)) not in theirs}
 
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
