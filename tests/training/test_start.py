@@ -1,4 +1,4 @@
-"""How often a run opens the checkpoint that it begins with."""
+"""What a run looks at before its first step: its folders, and the checkpoint of --load."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from helpers import TINY_FLAGS, TinyRun
 from meshwright import api
+from meshwright.__main__ import main
 from meshwright.checkpoint.huggingface import reader
 from on_ranks import train_on_ranks
 
@@ -60,3 +61,17 @@ def test_each_rank_opens_another_programs_checkpoint_once(exported, tmp_path):
     prepare = functools.partial(note_openings, tmp_path)
     assert train_on_ranks(2, flags, tmp_path, prepare) == [0, 0]
     assert openings(tmp_path) == [1, 1]
+
+
+@pytest.mark.parametrize("flag", ["--save", "--run-dir", "--tensorboard-dir"])
+def test_a_file_where_a_folder_is_to_be(tmp_path, capsys, flag):
+    """It is named before anything is built, by a dry run too."""
+    (tmp_path / "file").write_text("")
+    said = "is a file, not a folder; give another path"
+    for path, words in (
+        (tmp_path / "file", f"{flag} {tmp_path}/file {said}"),
+        (tmp_path / "file/a/run", f"{flag} {tmp_path}/file/a/run: {tmp_path}/file {said}"),
+    ):
+        for more in ([], ["--dry-run"]):
+            assert main(["train", *TINY_FLAGS, flag, str(path), *more]) == 2
+            assert words in capsys.readouterr().err

@@ -327,7 +327,7 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def require_folders(config: TrainConfig) -> None:
-    """Require a format that can be written, and that no file has the name of a folder."""
+    """Require a format that can be written, and that no file is where a folder is to be."""
     c = config.checkpoint
     if c.ckpt_format != "native":
         formats.require_written(c.ckpt_format)
@@ -337,8 +337,15 @@ def require_folders(config: TrainConfig) -> None:
         "tensorboard_dir": config.logging.tensorboard_dir,
     }
     for name, root in folders.items():
-        if root and Path(root).exists() and not Path(root).is_dir():
-            raise SettingsError(f"{with_value(name, root)} is a file, not a folder")
+        if not root:
+            continue
+        path = Path(root)
+        found = next((one for one in (path, *path.parents) if one.exists()), path)
+        if found.exists() and not found.is_dir():
+            where = "" if found == path else f": {found}"
+            raise SettingsError(
+                f"{with_value(name, root)}{where} is a file, not a folder; give another path"
+            )
 
 
 def bring_files(config: TrainConfig) -> None:
