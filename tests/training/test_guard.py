@@ -115,6 +115,7 @@ def test_rollback_without_a_checkpoint(run, spoiling, tmp_path):
         got.status == 70
         and "holds no checkpoint yet (--save-interval is 5; --save-at-start" in got.err
     )
+    assert "are unchanged" not in got.err  # of checkpoints there
     got = run(*BASE, "--on-nonfinite", "rollback:3", "--save-at-start", *saving(tmp_path / "b", 5))
     assert got.status == 0 and got.column("to", "rollback") == [0]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.console import remark
 from meshwright.base.errors import NON_FINITE, UserError, first_line
+from meshwright.checkpoint import steps
 from meshwright.config.problem import SettingsError, with_value
 from meshwright.training.health.diagnosis import Origin, find_origin
 
@@ -134,23 +135,31 @@ class Guard:
         if word == "rollback":
             return self.roll_back(step, what, "on_spike", times)
         save = self.config.checkpoint.save
-        saved = f"the checkpoints in {save} are of earlier steps; " if save else ""
+        saved = f"the checkpoints in {save} are of earlier steps; " if self.has_saved() else ""
         cure = f"continue with {{on_spike=rollback:K}}, or lower {{lr}} (now {self.config.optimizer.lr})"
         raise SettingsError(
             f"{what} ({{on_spike=stop}}); {saved}{cure}", NON_FINITE, everywhere=True
         )
 
+    def has_saved(self) -> bool:
+        """Return whether there is a checkpoint to go on from; all ranks ask."""
+        save = self.config.checkpoint.save
+        if not save:
+            return False
+        return self.state.team.run_on_rank_0(lambda: bool(steps.list_checkpoints(save)))
+
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config
+        has_saved = self.has_saved()
         # A fault of the hardware says nothing against the settings.
         if origin is not None and (origin.is_state or origin.is_transient):
-            cure = "continue from the newest checkpoint"
+            cure = "continue from the newest checkpoint" if has_saved else "start again"
         else:
             cure = f"lower {{lr}} (now {c.optimizer.lr}), warm up longer"
             if c.precision.fp16:
                 cure += " or use {bf16=True}"
         kept = ""
-        if c.checkpoint.save:
+        if has_saved:
             kept = f"; the checkpoints in {c.checkpoint.save} are unchanged"
         return SettingsError(f"{what}{kept}; {cure}", NON_FINITE, everywhere=True)
 
