@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +363,34 @@ def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, mon
             in err
         )
         assert f"; run it there: cd {tmp_path}/start" in err
+
+
+def test_config_toml_of_a_run_that_was_moved(tmp_path, capsys, monkeypatch):
+    """It neither begins a new run where the old one was, nor goes on with what was copied."""
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL_FLAGS, "--save=run", "--load=run", "--eval-iters=0", "--train-iters=2"]
+    assert main(["train", *flags, "--exit-interval=1"]) == 0
+    shutil.copytree("run", "copy")
+    Path("other").mkdir()
+    shutil.copytree("run", "other/run")
+    for folder, more in (
+        ("copy", ""),
+        ("other/run", f", or start it where its relative paths begin: cd {tmp_path}/other"),
+    ):
+        words = ["train", "--config", f"{folder}/config.toml"]
+        for dry in ([], ["--dry-run"]):
+            assert main([*words, *dry]) == 2
+        said = f"--save run, but its run is in {folder} and would not be continued; "
+        assert f"{said}add --save {folder} --load {folder}{more}\n" in capsys.readouterr().err
+        assert main([*words, "--save", folder, "--load", folder]) == 0
+        assert Path(folder, "latest_checkpointed_iteration.txt").read_text() == "2"
+    # A link is the folder, and settings alone are nobody's run.
+    Path("link").symlink_to("run")
+    Path("settings").mkdir()
+    shutil.copy("run/config.toml", "settings")
+    assert main(["train", "--config", "settings/config.toml"]) == 0
+    assert main(["train", "--config", "link/config.toml"]) == 0
+    assert Path("run", "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def test_a_finetuning_lists_what_a_new_run_changes_in_one_line():

@@ -48,9 +48,15 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     # The modules of a run are imported only now, so that mistakes in flags are reported at once.
     from meshwright.training import run
     from meshwright.training.before import preflight
-    from meshwright.training.before.resolve import Caller, note_export, require_start_folder
+    from meshwright.training.before.resolve import (
+        Caller,
+        note_export,
+        require_run_in_place,
+        require_start_folder,
+    )
 
     require_start_folder(parsed)
+    require_run_in_place(parsed)
     # OneFlow's flags ask for ranks without a launcher; then this process starts them.
     launched = None if dry else launch.relaunch(config.parallel, world, ["train", *argv])
     if launched is not None:

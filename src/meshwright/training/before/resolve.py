@@ -18,6 +18,7 @@ from meshwright.base import console
 from meshwright.base.console import say
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.base.hints import near_path
+from meshwright.base.runs.rows import holds_steps
 from meshwright.base.storage import copies
 from meshwright.base.storage.addresses import shown
 from meshwright.base.version import our_version
@@ -196,6 +197,31 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
                 f"started; run it there{f': cd {start}' if start else ''}",
                 BAD_DATA,
             )
+
+
+def require_run_in_place(parsed: flags.Parsed[TrainConfig]) -> None:
+    """Refuse the config.toml of a run that is not in the folder which that file names.
+
+    The run was moved or copied, or the path counts from another folder. It would not be continued:
+    a new one would begin, or that which was copied would go on.
+    """
+    c = parsed.config.checkpoint
+    source, save = Path(parsed.sources["save"]), c.save
+    folder = source.parent.resolve()
+    # With --run-dir the file lies there, beside no checkpoints.
+    if not save or c.run_dir or source.name != "config.toml" or Path(save).resolve() == folder:
+        return
+    if not (holds_steps(folder) or steps.list_checkpoints(str(folder))):
+        return
+
+    here = str(source.parent)
+    advice = f"add {with_value('save', here)} {with_value('load', here)}"
+    start = next((f for f in folder.parents if f / save == folder), None)
+    if start and not Path(save).is_absolute():
+        advice += f", or start it where its relative paths begin: cd {start}"
+    raise SettingsError(
+        f"{source} has {with_value('save', save)}, but its run is in {here} and would not be continued; {advice}"
+    )
 
 
 def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
