@@ -146,7 +146,8 @@ class Guard:
         save = self.config.checkpoint.save
         if not save:
             return False
-        return self.state.team.run_on_rank_0(lambda: bool(steps.list_checkpoints(save)))
+        found: bool = self.state.team.run_on_rank_0(lambda: bool(steps.list_checkpoints(save)))
+        return found
 
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config
