@@ -85,6 +85,13 @@ def test_every_second_goes_somewhere(tmp_path):
     )
 
 
+def test_a_clock_that_is_set_back_between_attempts(tmp_path):
+    """The pause is unknown then; a recovery takes the time from the new start to its first step."""
+    late = [row | {"time": row["time"] + 1e6} if row["attempt"] == 1 else row for row in ROWS]
+    found = measured(tmp_path, late)
+    assert (found.wall, found.lost["down"], found.recoveries) == (116.0, 0.0, [30.0])
+
+
 def test_steps_that_are_undone_or_not_applied(tmp_path):
     """A rollback takes steps 2 and 3 away, and step 3 was not applied anyway."""
     rows = [

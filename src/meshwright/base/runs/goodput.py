@@ -75,9 +75,11 @@ def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) ->
     for before, after in itertools.pairwise(attempts):
         if is_wanted(before):
             continue
-        pauses.append(max(0.0, after.begun - before.latest))
+        # If the clock was set back meanwhile, the pause is unknown.
+        pause = max(0.0, after.begun - before.latest)
+        pauses.append(pause)
         if after.first:
-            recoveries.append(after.first - before.latest)
+            recoveries.append(pause + max(0.0, after.first - after.begun))
     down = sum(pauses)
 
     # What else took time within the attempts; the rest of it is `other`.
