@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from typing import ClassVar
 from pathlib import Path
 
 from meshwright.base.errors import DONE, UNEQUAL
@@ -42,6 +43,8 @@ class CoordinateFlags:
 @dataclass(frozen=True)
 class CoordinatesConfig:
     """Settings of `meshwright coordinates`."""
+
+    ADVICE: ClassVar[str] = "flags of train go after --"
 
     coordinates: CoordinateFlags = CoordinateFlags()
 

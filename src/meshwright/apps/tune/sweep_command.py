@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
+from typing import ClassVar
 from pathlib import Path
 
 from meshwright.apps.tune import sweep
@@ -72,6 +73,8 @@ class SweepFlags:
 @dataclass(frozen=True)
 class SweepConfig:
     """Settings of `meshwright sweep`."""
+
+    ADVICE: ClassVar[str] = "flags of train go after --"
 
     sweep: SweepFlags = SweepFlags()
 
