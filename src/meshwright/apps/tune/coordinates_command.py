@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 from pathlib import Path
+from typing import ClassVar
 
 from meshwright.base.errors import DONE, UNEQUAL
 from meshwright.base.records import json_ready

@@ -6,8 +6,8 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 from pathlib import Path
+from typing import ClassVar
 
 from meshwright.apps.tune import sweep
 from meshwright.apps.tune.points import Point, read_space
