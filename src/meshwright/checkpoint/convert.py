@@ -81,7 +81,9 @@ class ConversionTarget:
             raise UserError(f"dtype {self.dtype!r} is unknown; give {', '.join(get_args(DType))}")
         for size in (self.tensor_parallel, self.pipeline_parallel):
             if not isinstance(size, int) or size < 1:
-                raise UserError("the numbers of tensor and of pipeline ranks must be whole and above 0")
+                raise UserError(
+                    "the numbers of tensor and of pipeline ranks must be whole and above 0"
+                )
         if self.to != "torch" and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
             why = f"the format {self.to} has no ranks, since any layout loads it"
             raise UserError(f"{why}; leave the target's sizes out, or choose torch")

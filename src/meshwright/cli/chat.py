@@ -81,7 +81,9 @@ def prepare_chat(parsed: flags.Parsed[ChatConfig], is_rank_0: bool) -> ReadingTa
         template = choose_template(c.chat.chat_template, m.tokenizer, m.tokenizer_folder)
         # Pasted text may hold bytes that are no character.
         accept_any_text()
-        dialogue = Dialogue(m.tokenizer, template, m.seq_length, replace_surrogates(c.chat.system or ""))
+        dialogue = Dialogue(
+            m.tokenizer, template, m.seq_length, replace_surrogates(c.chat.system or "")
+        )
         Chat(m, dialogue, c.sampling, tuple(map(unescape, c.chat.stop)), c.training.seed).run(
             c.chat.history
         )

@@ -103,7 +103,9 @@ def syntax_of(cls: type, positional: str | None = None) -> Syntax:
     if not is_flat(cls):
         options |= _control_options(cls) | _foreign_options(by_name)
     used = getattr(cls, "USES", None)
-    advice = getattr(cls, "ADVICE", "flags of COMMAND go after it" if names_follow else "see --help")
+    advice = getattr(
+        cls, "ADVICE", "flags of COMMAND go after it" if names_follow else "see --help"
+    )
     return Syntax(options, tuple(positionals), required, names_follow, used, advice)
 
 

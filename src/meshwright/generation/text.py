@@ -10,6 +10,7 @@ from meshwright.data.tokenizers import Null, Tokenizer
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character
 
+
 class TokenText:
     """The text of tokens as they come, up to a stop string.
 

@@ -409,8 +409,6 @@ def test_token_files_of_another_tokenizer_are_refused(run, score, tmp_path):
 
 
 def test_a_split_without_validation_is_named(run, score):
-    status, scored, err = score(
-        "--data-path", run.parent / "a_text_document", "--split", "100,0,0"
-    )
+    status, scored, err = score("--data-path", run.parent / "a_text_document", "--split", "100,0,0")
     assert status == 65 and scored is None
     assert "--split 100,0,0 leaves none of the 50 documents" in err and "second share" in err

@@ -105,7 +105,9 @@ def read_token_files(
             chosen = range(begin, end)
         if not chosen and documents:
             text = f"{stated(d, 'split')} leaves none of the {documents:,} documents of {source.prefix} for validation"
-            raise SettingsError(f"{text}; raise its second share, or leave it out to score all", BAD_DATA)
+            raise SettingsError(
+                f"{text}; raise its second share, or leave it out to score all", BAD_DATA
+            )
         parts.append((indexed, chosen))
 
     def read() -> Iterator[tuple[list[int], int]]:
