@@ -166,6 +166,14 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
         (lambda: meshwright.load("nowhere", bf16=True), "load\\(\\) does not use bf16"),
         (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
         (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
+        (
+            lambda: meshwright.convert("nowhere", "there", to="huggingface", dtype="int8"),
+            "dtype 'int8' is unknown; give float32, float16, bfloat16",
+        ),
+        (
+            lambda: meshwright.convert("nowhere", "there", to="torch", tensor_parallel="2"),
+            "must be whole and above 0",
+        ),
     ],
 )
 def test_mistakes_raise_one_class(call, message, tmp_path, monkeypatch):
@@ -269,11 +277,28 @@ def test_the_network_maps_ids_to_logits(m):
         ({"prompt": ["a", 1]}, "['a', 1] is neither a text nor a list of token ids"),
         ({"prompt": 5}, "5 is neither a text nor a list of token ids"),
         ({"batch_size": 0}, "batch_size 0 must be above 0"),
+        ({"max_new_tokens": 3.5}, "max_new_tokens: 3.5 is not a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens is None; leave it out for its default"),
+        ({"temperature": "hot"}, "temperature: 'hot' is not a number"),
+        ({"temperature": float("nan")}, "temperature: nan is not a number"),
+        ({"top_k": 2.5}, "top_k: 2.5 is not a whole number"),
+        ({"seed": "x"}, "seed: 'x' is not a whole number"),
+        ({"stop": None}, "stop None is neither a string nor a list of strings"),
+        ({"prompt": "a\ud800"}, "the text has \\ud800, half a character; leave it out"),
     ],
 )
 def test_generate_refuses_what_makes_no_sense(m, options, message):
     with pytest.raises(meshwright.UserError, match=re.escape(message)):
         m.generate(options.pop("prompt", "a"), **options)
+
+
+def test_convert_names_its_own_keywords(run, tmp_path):
+    to = str(tmp_path / "to")
+    with pytest.raises(meshwright.UserError, match="goes on from; .* by optimizer=False$"):
+        meshwright.convert(run.folder, to, dtype="float16")
+    with pytest.raises(meshwright.UserError, match=r"heads cannot be divided by 3 \(tensor_para"):
+        meshwright.convert(run.folder, to, to="torch", tensor_parallel=3)
+    assert meshwright.convert(run.folder, to, dtype="float16", optimizer=False).tensors
 
 
 def test_options_of_transformers_are_answered_with_ours(m):
@@ -321,6 +346,15 @@ def test_evaluate(run):
         score.bytes,
         score.documents,
     ) == (3, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [(["a", 5], "texts[1] is of type int"), (["\ud800"], "texts[0] has \\ud800, half a")],
+)
+def test_evaluate_refuses_what_is_no_text(m, texts, message):
+    with pytest.raises(meshwright.UserError, match=re.escape(message)):
+        meshwright.evaluate(m, texts)
 
 
 def test_training_in_a_thread(tmp_path):

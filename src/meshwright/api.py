@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 from meshwright.base import console, registry
 from meshwright.base import device as devices
 from meshwright.base.errors import UNAVAILABLE, UserError, bad_data
+from meshwright.base.records import lone_surrogate
 from meshwright.config import check_values, flags
 from meshwright.config.problem import KEYWORDS, Wording, in_words, require
 from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
@@ -232,6 +233,12 @@ def evaluate(
         raise UserError("texts is one string; give a list of documents")
     m = load(model) if isinstance(model, str | os.PathLike) else model
     documents = list(texts)
+    for number, document in enumerate(documents):
+        if not isinstance(document, str):
+            kind = type(document).__name__
+            raise UserError(f"texts[{number}] is of type {kind}; give a list of strings")
+        if half := lone_surrogate(document):
+            raise UserError(f"texts[{number}] has {half}, half a character; leave it out")
     if not any(documents):
         raise bad_data("there is no text to score")
     advance = m.seq_length // 2 or 1 if stride is None else stride

@@ -188,6 +188,15 @@ def test_output_appears_complete(generate, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "b.jsonl"}
 
 
+@pytest.mark.parametrize("key", ["prompt", "stop", "id"])
+def test_half_a_character_is_refused(generate, tmp_path, key):
+    """JSON may spell one, which no encoding has: neither the tokenizer's nor the output's."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "a", key: "a\ud800"}) + "\n")
+    _, err = generate("--prompts", file, "--output", tmp_path / "o", status=BAD_DATA)
+    assert f"--prompts {file}:2: lone surrogate (\\ud800, half a character); mend the line" in err
+
+
 def test_all_bad_lines_are_listed(generate, tmp_path):
     """Before the model is loaded where that is possible, and before anything is written."""
     file = tmp_path / "p"

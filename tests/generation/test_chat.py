@@ -164,6 +164,14 @@ def test_stop_strings_and_the_systems_words(chat):
 
 def test_bytes_that_are_not_utf8(chat):
     assert chat("the c\udcff\n")[0] == chat("the c�\n")[0] != []
+    assert chat("the c\n", "--system=\udcff")[0] == chat("the c\n", "--system=�")[0] != []
+
+
+def test_half_a_character_in_a_file_does_not_end_the_dialogue(chat, tmp_path):
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps([{"role": "user", "content": "a\ud800"}]))
+    out, err = chat(f"/load {file}\nthe c\n")
+    assert out == ["at sat."] and "message 1 has \\ud800, half a character; mend it" in err[0]
 
 
 def test_generate_without_a_prompt_is_a_dialogue(program):

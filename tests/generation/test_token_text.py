@@ -43,6 +43,45 @@ def test_no_character_is_broken(replaces):
     assert "".join(pieces_of(FixedTokens(broken, replaces), range(4))) == "a�b�"
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_token_begins_where_its_first_character_is(replaces):
+    """Also behind bytes that stay half a character, which become one of their own."""
+    raw = "aé€😀 中文".encode()
+    random_ = random.Random(2)
+    for _ in range(60):
+        cuts = sorted({0, len(raw), *random_.choices(range(len(raw)), k=random_.randrange(20))})
+        tokens = [raw[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        expected = [len(raw[:a].decode("utf-8", "ignore")) for a in cuts[:-1]]
+        assert begins_of(FixedTokens(tokens, replaces)) == expected
+    half, other = "é".encode()[:1], "€".encode()[:2]
+    assert begins_of(FixedTokens([b"a", half, b"b", half, half, b"cd", b"e"], replaces)) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+    ]
+    assert begins_of(FixedTokens([other, b"b", other[:1], other[1:], half], replaces)) == [
+        0,
+        1,
+        2,
+        2,
+        3,
+    ]
+
+
+def begins_of(tokenizer):
+    """Return the character in which each token begins, asked as the tokens come."""
+    text = TokenText(tokenizer)
+    begins = []
+    for i in range(len(tokenizer.tokens)):
+        begins.append(text.begin_of(i))
+        text.push(i)
+    return begins
+
+
 def cut(text, *stop):
     """Return each piece of a text of bytes, its end, and whether a stop string ended it."""
     s = TokenText(tokenizers.Bytes(), stop)

@@ -81,6 +81,8 @@ def test_refused_and_noted(run):
         long.status == USAGE
         and "'sixteen letters!' has 16 tokens; the model reads 16, shorten it" in long.err
     )
+    bytes_ = run(*BYTES, "--sample-prompts", "a\udcff", "--sample-length=1")
+    assert bytes_.status == 0 and {prompt for _, _, prompt, _ in samples(bytes_)} == {"a\ufffd"}
     nothing = run(*BYTES, "--sample-length=1")
     assert [prompt for _, _, prompt, _ in samples(nothing)] == [""] * 3
     idle = run("--sample-prompts=a", "--train-iters=1")

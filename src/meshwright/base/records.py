@@ -1,4 +1,4 @@
-"""Results as JSON and as text: numbers that JSON lacks, and columns of a table.
+"""Results as JSON and as text: numbers and characters that are none, and columns of a table.
 
 In all that Meshwright writes or prints as JSON, a number that is not finite is the string "nan",
 "inf" or "-inf", as in metrics.jsonl: a reader's float() takes it as it takes a number. Only what a
@@ -7,6 +7,7 @@ page asks the server of `watch` has null in its place, which draws as a gap.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,18 @@ def json_ready(value: Any, substitute: Callable[[float], str | None] = str) -> A
     if isinstance(value, float) and not math.isfinite(value):
         return substitute(value)
     return value
+
+
+def lone_surrogate(value: Any) -> str:
+    """Return the first half of a character in a text or a value of JSON, as \\ud800, or "".
+
+    JSON may spell one, and Python's strings hold it, but no encoding and so no tokenizer has it.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return ""
 
 
 def or_dash(value: float | None, form: str) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright.base.console import notice
 from meshwright.base.errors import BAD_DATA, LOCKED, UserError
@@ -30,9 +30,10 @@ from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo, flat_
 from meshwright.config import check_values, fields, flags
 from meshwright.config.fields import spelling
 from meshwright.config.problem import (
-    KEYWORDS,
+    GivenAs,
     Problem,
     SettingsError,
+    Wording,
     in_words,
     listed,
     plain,
@@ -76,8 +77,13 @@ class ConversionTarget:
             raise UserError(
                 f"no format {self.to!r}; give native, torch or huggingface{flags.REFUSED_WORDS.get(self.to, '')}"
             )
-        if min(self.tensor_parallel, self.pipeline_parallel) < 1:
-            raise UserError("the number of tensor and of pipeline ranks must be above 0")
+        if self.dtype is not None and self.dtype not in get_args(DType):
+            raise UserError(f"dtype {self.dtype!r} is unknown; give {', '.join(get_args(DType))}")
+        for size in (self.tensor_parallel, self.pipeline_parallel):
+            if not isinstance(size, int) or size < 1:
+                raise UserError(
+                    "the numbers of tensor and of pipeline ranks must be whole and above 0"
+                )
         if self.to != "torch" and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
             why = f"the format {self.to} has no ranks, since any layout loads it"
             raise UserError(f"{why}; leave the target's sizes out, or choose torch")
@@ -94,7 +100,18 @@ class Converted:
     seconds: float
 
 
-@in_words(KEYWORDS)
+# How `convert` names what the command names by a flag of its own.
+WORDS = Wording(
+    "keywords",
+    {
+        "no_optimizer": GivenAs("optimizer=False"),
+        "target_tensor_parallel_size": GivenAs("tensor_parallel", "="),
+        "target_pipeline_parallel_size": GivenAs("pipeline_parallel", "="),
+    },
+)
+
+
+@in_words(WORDS)
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -290,7 +307,8 @@ def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     optimizer = target.wants_optimizer and source.has_optimizer
     if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
         raise SettingsError(
-            f"{{dtype={target.dtype}}} would round the weights that a run goes on from: add {{no_optimizer=True}}"
+            f"{{dtype={target.dtype}}} would round the weights that a run goes on from; leave the optimizer's state out "
+            "by {no_optimizer}"
         )
     # Megatron keeps weights in half precision beside the masters.
     half = target.to == "torch" and optimizer and target.dtype != "float32"

@@ -12,7 +12,7 @@ from meshwright.config.fields import flag
 from meshwright.config.grammar import unescape
 from meshwright.config.problem import Problem
 from meshwright.config.schema import READING, ReadConfig, Sampling, TokenizerFlags
-from meshwright.generation.terminal import accept_any_text
+from meshwright.generation.terminal import accept_any_text, replace_surrogates
 
 if TYPE_CHECKING:
     from meshwright.generation.language_model import CheckedModel, LanguageModel
@@ -81,7 +81,9 @@ def prepare_chat(parsed: flags.Parsed[ChatConfig], is_rank_0: bool) -> ReadingTa
         template = choose_template(c.chat.chat_template, m.tokenizer, m.tokenizer_folder)
         # Pasted text may hold bytes that are no character.
         accept_any_text()
-        dialogue = Dialogue(m.tokenizer, template, m.seq_length, c.chat.system or "")
+        dialogue = Dialogue(
+            m.tokenizer, template, m.seq_length, replace_surrogates(c.chat.system or "")
+        )
         Chat(m, dialogue, c.sampling, tuple(map(unescape, c.chat.stop)), c.training.seed).run(
             c.chat.history
         )

@@ -75,6 +75,7 @@ class Syntax:
     required: Mapping[str, str]  # settings without a default -> how a message names them
     names_follow: bool  # the first word without a flag begins the command line of another program
     used: Collection[str] | None  # the settings that the command uses, if it accepts others
+    advice: str  # where a flag that the command lacks may belong
 
 
 @cached
@@ -102,7 +103,10 @@ def syntax_of(cls: type, positional: str | None = None) -> Syntax:
     if not is_flat(cls):
         options |= _control_options(cls) | _foreign_options(by_name)
     used = getattr(cls, "USES", None)
-    return Syntax(options, tuple(positionals), required, names_follow, used)
+    advice = getattr(
+        cls, "ADVICE", "flags of COMMAND go after it" if names_follow else "see --help"
+    )
+    return Syntax(options, tuple(positionals), required, names_follow, used, advice)
 
 
 def _positional_of(f: dataclasses.Field[Any], kind: Any) -> Positional:
@@ -121,16 +125,25 @@ def _options_of(f: dataclasses.Field[Any], kind: Any) -> dict[str, Option]:
     return dict.fromkeys((spelling(f.name), *f.metadata["aliases"]), Option(f.name, count))
 
 
+def has_control(cls: type, name: str) -> bool:
+    """Return whether a command takes one of the flags beside its settings."""
+    if name in ("recipe", "depth"):
+        return issubclass(cls, TrainConfig)
+    # A preset sets a network, so a command without one would not do what it says.
+    return name != "preset" or "num_layers" in config_fields(cls)
+
+
 def _control_options(cls: type) -> dict[str, Option]:
     """Return the flags that choose other layers of settings, or what is done with the result."""
-    options = {"--preset": Option("preset"), "--config": Option("config_file")}
-    if issubclass(cls, TrainConfig):
-        options |= {"--recipe": Option("recipe"), "--depth": Option("depth")}
-    options |= {
+    options = {
+        "--preset": Option("preset"),
+        "--config": Option("config_file"),
+        "--recipe": Option("recipe"),
+        "--depth": Option("depth"),
         "--print-config": Option("print_config", 0, True),
         "--dry-run": Option("dry_run", 0, True),
     }
-    return options
+    return {flag: option for flag, option in options.items() if has_control(cls, option.target)}
 
 
 def _foreign_options(by_name: Mapping[str, Any]) -> dict[str, Option]:
@@ -346,5 +359,4 @@ def answer_unknown(word: str, syntax: Syntax) -> Problem:
     near = longer[0] if len(longer) == 1 else nearest(hyphenated, known, cutoff=0.8)
     if near:
         return Problem((known[near],), f"{unknown}; did you mean {near}?")
-    advice = "flags of COMMAND go after it" if syntax.names_follow else "see --help"
-    return Problem((), f"{unknown}; {advice}")
+    return Problem((), f"{unknown}; {syntax.advice}")

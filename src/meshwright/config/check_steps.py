@@ -337,12 +337,20 @@ def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
         out.append(Problem((flag,), f"{{{flag}}}: {text}"))
     # WSD's last part is within the decay, which begins after the warm-up.
     between = c.decay_samples - c.warmup_samples
-    if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= between:
+    o = c.optimizer
+    if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= between:
+        ways = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        given = [stated(o, name) for name in ways if getattr(o, name)]
         text = (
-            "{lr_decay_style=WSD} needs {lr_wsd_decay_iters} or {lr_wsd_decay_samples}, the length of its last part "
+            f"{{lr_decay_style=WSD}} needs {{{ways[0]}}} or {{{ways[1]}}}, the length of its last part "
             "between the warm-up and the end of the decay"
         )
-        out.append(Problem(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), text))
+        if given:
+            text = (
+                f"{given[0]} is more than the {length(max(between, 0))} between the warm-up and the end of the decay; "
+                "shorten it, or lengthen the decay"
+            )
+        out.append(Problem(("lr_decay_style", *ways), text))
     return out
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from meshwright.base import host
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
+from meshwright.config.argv import has_control
 from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches, two_in_one
 from meshwright.config.fields import (
     choices_of,
@@ -42,12 +43,10 @@ from meshwright.config.pages import PAGES, SHORT, Page
 from meshwright.config.presets import PRESETS
 from meshwright.config.problem import FLAGS
 from meshwright.config.recipes import RECIPES
-from meshwright.config.schema import TrainConfig
 
 WORDS = ("-h", "--help", "--help-all")
 ALL = "all"
 LINES = 48  # two screens of a terminal with 24 lines
-OF_TRAINING = ("recipe", "depth")  # controls of commands with the settings of a training
 LEFT, COMMON = 32, 27  # columns of a flag and its value: in lists of all flags, and of common ones
 CONTROL = "settings"  # the group of the flags below, which no dataclass holds
 CONTROLS = {
@@ -252,10 +251,9 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
     if not is_flat(command.config):
         choices = {"preset": tuple(PRESETS), "recipe": tuple(RECIPES)}
         for name, (flag, value, text) in CONTROLS.items():
-            if name in OF_TRAINING and not issubclass(command.config, TrainConfig):
-                continue
-            listed = choices.get(name, ())
-            out.append(HelpEntry(name, CONTROL, flag, value, text, choices=listed))
+            if has_control(command.config, name):
+                listed = choices.get(name, ())
+                out.append(HelpEntry(name, CONTROL, flag, value, text, choices=listed))
     for name, (group, f, kind) in known.items():
         if name in used:
             out.append(_entry(group or "flags", f, kind))

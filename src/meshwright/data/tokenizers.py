@@ -710,20 +710,30 @@ def resolve_for_data(
     # The two types that have no files are named by their type alone.
     has_flags = is_named(t) or t.tokenizer_type in (Bytes.name, Null.name)
     tokenizer = resolve_tokenizer(t, saved) if has_flags or saved else build_tokenizer(t, data)
-    if tokenizer is not None and not is_same(tokenizer, data):
+    if tokenizer is not None:
         whose = f"{saved} keeps"
         cure = f"preprocess the text with --tokenizer {saved}"
         if has_flags:
             whose = "the flags name"
             cure = "leave out the tokenizer flags"
-        raise UserError(
-            f"{whose} another tokenizer ({describe_meta(_meta(tokenizer))}) than the one that the data were made with "
-            f"({data}: {describe_folder(data)}): the same ids would mean other text; {cure}, or remove {data} if the "
-            "data really were made with the other one",
-            BAD_DATA,
-            everywhere=True,
-        )
+        require_of_data(tokenizer, data, whose, cure)
     return tokenizer
+
+
+def require_of_data(tokenizer: Tokenizer, data: Path, whose: str, cure: str) -> None:
+    """Raise UserError if token files, which `data` lies beside, were made with another tokenizer.
+
+    The message begins with `whose`, such as "the flags name", and advises the `cure`.
+    """
+    if is_same(tokenizer, data):
+        return
+    raise UserError(
+        f"{whose} another tokenizer ({describe_meta(_meta(tokenizer))}) than the one that the data were made with "
+        f"({data}: {describe_folder(data)}): the same ids would mean other text; {cure}, or remove {data} if the "
+        "data really were made with the other one",
+        BAD_DATA,
+        everywhere=True,
+    )
 
 
 def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.base.errors import UserError, bad_data
 from meshwright.base.files import RECORD_LIMIT, read_small, replacing
+from meshwright.base.records import lone_surrogate
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import gap
@@ -172,6 +173,8 @@ def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
         if not is_turn or message.get("role") not in (SYSTEM, USER, ASSISTANT):
             wanted = 'a list of {"role": "user", "assistant" or "system", "content": TEXT}'
             raise bad_data(f"{path}: message {number} is not a chat message; give {wanted}")
+        if half := lone_surrogate(message["content"]):
+            raise bad_data(f"{path}: message {number} has {half}, half a character; mend it")
         if message["role"] == SYSTEM:
             system = message["content"]
         else:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, overload
+from typing import Any, TypedDict, get_type_hints, overload
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch import Tensor
 from meshwright.base.errors import BAD_DATA, UserError, bad_data, not_a_run
 from meshwright.base.hints import did_you_mean, our_word
 from meshwright.base.python310 import Unpack
+from meshwright.base.records import lone_surrogate
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.config import check_layout, check_values
+from meshwright.config.flags import convert_value
 from meshwright.config.problem import Problem, SettingsError, listed, plain, with_value
 from meshwright.config.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
@@ -123,6 +125,8 @@ class LanguageModel:
     def encode(self, text: TextOrIds) -> list[int]:
         """Return token ids; ids are checked against the vocabulary and returned as they are."""
         if isinstance(text, str):
+            if half := lone_surrogate(text):
+                raise UserError(f"the text has {half}, half a character; leave it out")
             return list(self.tokenizer.encode(text))
         try:
             ids = [operator.index(i) for i in text]
@@ -179,15 +183,23 @@ class LanguageModel:
         """
         if unknown := filters.keys() - Filters.__annotations__.keys():
             raise TypeError(f"generate() {'; '.join(map(_no_option, sorted(unknown)))}")
+        numbers: dict[str, Any] = dict(filters, max_new_tokens=max_new_tokens, greedy=greedy)
+        numbers |= {"temperature": temperature, "seed": seed, "batch_size": batch_size}
+        numbers = _as_typed(numbers)
+        seed, batch_size = numbers.pop("seed"), numbers.pop("batch_size")
+        options = Sampling(out_seq_length=numbers.pop("max_new_tokens"), **numbers)
         if batch_size < 1:
             raise UserError(f"batch_size {batch_size} must be above 0")
-        options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
-        ends = (stop,) if isinstance(stop, str) else tuple(stop)
+        ends = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(ends, list | tuple) or not all(isinstance(s, str) for s in ends):
+            raise UserError(f"stop {ends!r} is neither a string nor a list of strings")
         is_list = isinstance(prompt, list | tuple) and all(
             isinstance(p, str | list | tuple) for p in prompt
         )
         prompts: Any = prompt if is_list else [prompt]
-        requests = [Request(self.encode(p), options, seed, n, ends) for n, p in enumerate(prompts)]
+        requests = [
+            Request(self.encode(p), options, seed, n, tuple(ends)) for n, p in enumerate(prompts)
+        ]
         for number, request in enumerate(requests):
             if len(request.prompt) >= self.seq_length:
                 has = f"{'prompt ' + str(number) if is_list else 'the prompt'} has {len(request.prompt)} tokens"
@@ -204,6 +216,20 @@ class LanguageModel:
             self.decoders.clear()  # frees its cache
             latest = self.decoders[slots] = decoder.Decoder(self, slots, length)
         return latest
+
+
+def _as_typed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `generate` as the types that they have; refuse a value of another type."""
+    kinds = get_type_hints(TextOptions)
+    out = {}
+    for name, value in options.items():
+        if value is None:
+            raise UserError(f"{name} is None; leave it out for its default")
+        try:
+            out[name] = convert_value(kinds[name], value)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None
+    return out
 
 
 def _no_option(name: str) -> str:

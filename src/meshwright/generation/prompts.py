@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.fields import Fields, Refusal
+from meshwright.base.records import lone_surrogate
 from meshwright.config import check_values
 from meshwright.config.problem import NAMES
 from meshwright.config.schema import Sampling
@@ -101,6 +102,8 @@ def parse_prompt(line: str, usual: Prompt) -> Prompt:
         raise Refusal(f"not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise Refusal('not an object with a text named "prompt"')
+    if half := lone_surrogate(row):
+        raise Refusal(f"lone surrogate ({half}, half a character); mend the line")
     values: dict[str, Any] = {}
     for key, value in row.items():
         name = str(RENAMED.get(key, key))

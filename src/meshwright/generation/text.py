@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Sequence
 
 from meshwright.data.tokenizers import Null, Tokenizer
+
+REPLACEMENT = "\ufffd"  # stands for bytes that are no character
 
 
 class TokenText:
@@ -35,11 +38,24 @@ class TokenText:
         self._done = len(tokenizer.decode_bytes(self._window))
         self._held = ""  # text that may become a stop string
 
+    def begin_of(self, token: int) -> int:
+        """Return the character of the text in which the next token begins; call before `push`."""
+        pending, _ = self._characters.getstate()
+        before, after = (
+            (pending + self.tokenizer.decode_bytes(window)[self._done :]).decode("utf-8", "replace")
+            for window in (self._window, [*self._window, token])
+        )
+        # Both are what is not certain yet. A token that completes a character, or goes on in it,
+        # begins in that; one that does not leaves U+FFFD before itself.
+        kept = len(os.path.commonprefix([before, after]))
+        is_within = before.endswith(REPLACEMENT) and kept == len(after)
+        return self.decoded + kept - is_within
+
     def push(self, *tokens: int) -> str:
         self._window += tokens
         raw = self.tokenizer.decode_bytes(self._window)
         # A library that decodes to text puts U+FFFD for an incomplete character.
-        if raw.endswith(b"\xef\xbf\xbd"):
+        if raw.endswith(REPLACEMENT.encode()):
             return ""
         text = self._characters.decode(raw[self._done :])
         # The last token stays, so that the next one is decoded as behind another.

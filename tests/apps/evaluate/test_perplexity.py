@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from collections import defaultdict
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import train_on_texts
 from meshwright.__main__ import main
 from meshwright.apps.evaluate.perplexity import Score
 from meshwright.config.schema import Model, TokenizerFlags
+from meshwright.data import tokenizers
 from meshwright.data.windows import Window, window_spans
 from meshwright.generation import language_model
 from meshwright.model.gpt import GPT
@@ -389,3 +391,24 @@ def test_token_files(run, score, tmp_path):
     assert score("--data-path", data)[1] == by_text == score("--data-path", f"{data}.bin")[1]
     part = score("--data-path", data, "--split", "6,4,0")[1]
     assert (part["documents"], part["loss"]) == (20, pytest.approx(by_text["loss"]))
+
+
+def test_token_files_of_another_tokenizer_are_refused(run, score, tmp_path):
+    """Their ids are in the vocabulary, and mean other text."""
+    data = tmp_path / "other"
+    for ending in (".bin", ".idx"):
+        shutil.copy(run.parent / f"a_text_document{ending}", f"{data}{ending}")
+    by_bytes = score("--data-path", data)[1]["loss"]
+    tokenizers.keep_beside(tokenizers.Null(200), str(data))
+    status, scored, err = score("--data-path", data)
+    assert status == 65 and scored is None
+    assert "the model has another tokenizer (ByteTokenizer, 257 ids)" in err
+    assert "other.tokenizer: NullTokenizer, 201 ids" in err and "--input" in err
+    tokenizers.keep_beside(tokenizers.Bytes(), str(data))
+    assert score("--data-path", data)[1]["loss"] == by_bytes
+
+
+def test_a_split_without_validation_is_named(run, score):
+    status, scored, err = score("--data-path", run.parent / "a_text_document", "--split", "100,0,0")
+    assert status == 65 and scored is None
+    assert "--split 100,0,0 leaves none of the 50 documents" in err and "second share" in err

@@ -10,6 +10,7 @@ import zstandard
 from helpers import error_of
 from meshwright.apps.quickstart import collect
 from meshwright.apps.quickstart.collect import InputDocuments
+from meshwright.apps.quickstart.start import open_texts
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import limits
@@ -87,6 +88,15 @@ def test_too_little_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="too few to learn from; give at least 20,000") as caught:
         collect.collect([words(1000)], tmp_path)
     assert caught.value.status == BAD_DATA
+
+
+def test_a_short_time_leaves_enough_of_a_large_text(tmp_path):
+    """However few minutes are given, the text is not refused as too little."""
+    (tmp_path / "a.txt").write_text("\n".join(words(20, n) for n in range(5000)))
+    texts = TextInputs(input=[str(tmp_path / "a.txt")])
+    documents = open_texts(texts, minutes=1e-6, device="cpu")
+    facts = collect.collect(documents, tmp_path)
+    assert documents.is_sample and facts.train_bytes > collect.LEAST_BYTES
 
 
 @pytest.mark.parametrize("name", ["one.txt", "one.txt.zst", "two/long.jsonl"])

@@ -99,6 +99,15 @@ def test_stop_strings(fake: Site) -> None:
     )
 
 
+def test_a_stop_string_behind_half_a_character_leaves_its_own_tokens_out(fake: Site) -> None:
+    """The half became a character of its own, behind which the text was cut."""
+    prompt = [97, 0xC3, 98, 99]
+    whole = fake.complete(prompt=prompt, max_tokens=4, logprobs=0)["choices"][0]
+    assert whole["text"] == "a\ufffdbc" and whole["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    choice = fake.complete(prompt=prompt, max_tokens=4, logprobs=0, stop="b")["choices"][0]
+    assert choice["text"] == "a\ufffd" and choice["logprobs"]["tokens"] == ["a", "bytes:\\xc3"]
+
+
 def test_an_end_of_document_is_no_text(fake: Site) -> None:
     choice = fake.complete(prompt=[97, 98, 256], max_tokens=9, logprobs=1)["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop") and len(

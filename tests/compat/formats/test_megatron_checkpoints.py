@@ -607,7 +607,7 @@ def test_models_that_megatron_cannot_hold() -> None:
         megatron_writer.megatron_files(source, 3, 3, 60, True)
     for name, words in {
         "h.0.attn.ln_q.weight": "no place in it, such as h.0.attn.ln_q.weight",
-        "wte.weight/momentum": r"state \(exp_avg, exp_avg_sq, momentum\) is not Adam's: add --no-optimizer",
+        "wte.weight/momentum": r"state \(exp_avg, exp_avg_sq, momentum\) is not Adam's: leave it out by --no-optimizer",
     }.items():
         source, _ = source_of(Form(layers=4), CONFIG)
         source.views[name] = source.views["ln_f.weight"]

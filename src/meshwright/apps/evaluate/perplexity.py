@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from meshwright.base.errors import BAD_DATA, NON_FINITE, UserError, bad_data
 from meshwright.base.storage import copies
 from meshwright.config.data_paths import path_sets
-from meshwright.config.problem import SettingsError
+from meshwright.config.problem import SettingsError, stated
 from meshwright.data.windows import Window, document_windows
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def read_token_files(
 
     A document is its tokens and the number of its bytes; `limit` is the most documents.
     """
+    from meshwright.data import tokenizers
     from meshwright.data.files.indexed import Indexed, check_vocabulary
     from meshwright.data.samples import split_bounds
 
@@ -93,11 +94,20 @@ def read_token_files(
                 raise SettingsError(f"{{data_path={source.prefix}}}: there is no {file}", BAD_DATA)
         indexed = Indexed(source.prefix)
         check_vocabulary(indexed, tokenizer.size)
+        if kept := tokenizers.find_of_data([source.prefix]):
+            cure = "preprocess the text with the model's, or give the text itself to --input"
+            tokenizers.require_of_data(tokenizer, kept, "the model has", cure)
         # Documents, or those of the validation part, as a training would divide them.
-        chosen = range(len(indexed.doc_idx) - 1)
+        documents = len(indexed.doc_idx) - 1
+        chosen = range(documents)
         if divided:
-            begin, end = split_bounds(d.split, len(chosen), d.split_arithmetic)[1:3]
+            begin, end = split_bounds(d.split, documents, d.split_arithmetic)[1:3]
             chosen = range(begin, end)
+        if not chosen and documents:
+            text = f"{stated(d, 'split')} leaves none of the {documents:,} documents of {source.prefix} for validation"
+            raise SettingsError(
+                f"{text}; raise its second share, or leave it out to score all", BAD_DATA
+            )
         parts.append((indexed, chosen))
 
     def read() -> Iterator[tuple[list[int], int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.apps.quickstart import folder as folders
-from meshwright.apps.quickstart.collect import InputDocuments
+from meshwright.apps.quickstart.collect import LEAST_BYTES, InputDocuments
 from meshwright.apps.quickstart.own_text import (
     Deadline,
     Showing,
@@ -45,7 +45,8 @@ class TourRequest:
 def open_texts(texts: TextInputs, minutes: float, device: str) -> InputDocuments:
     """Find the text: as much of it as can be used in these minutes."""
     rate = PER_ACCELERATOR if is_accelerated(device) else PER_CORE * min(host.cores(), 8)
-    return InputDocuments(texts, minutes * 60 * rate)
+    # A sample of less would be refused as too little text, however much there is.
+    return InputDocuments(texts, max(minutes * 60 * rate, 10 * LEAST_BYTES))
 
 
 def start_tour(

@@ -365,7 +365,7 @@ class Token:
     id: int
     logprob: float | None
     top: Top
-    offset: int  # characters before it
+    offset: int  # the character in which it begins
 
 
 @dataclass
@@ -419,7 +419,10 @@ class ChoiceText:
         if self.request.logprobs is None:
             return
         self.sum += 0.0 if event.echoed else event.logprob or 0.0
-        offset = self._echoed.decoded + self._stream.decoded
+        if event.echoed:
+            offset = self._echoed.begin_of(event.token)
+        else:
+            offset = self._echoed.decoded + self._stream.begin_of(event.token)
         self._waiting.append(Token(event.token, event.logprob, event.top, offset))
 
     @property

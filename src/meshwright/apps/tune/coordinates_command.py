@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from meshwright.base.errors import DONE, UNEQUAL
 from meshwright.base.records import json_ready
@@ -42,6 +43,8 @@ class CoordinateFlags:
 @dataclass(frozen=True)
 class CoordinatesConfig:
     """Settings of `meshwright coordinates`."""
+
+    ADVICE: ClassVar[str] = "flags of train go after --"
 
     coordinates: CoordinateFlags = CoordinateFlags()
 

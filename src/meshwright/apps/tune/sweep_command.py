@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from meshwright.apps.tune import sweep
 from meshwright.apps.tune.points import Point, read_space
@@ -72,6 +73,8 @@ class SweepFlags:
 @dataclass(frozen=True)
 class SweepConfig:
     """Settings of `meshwright sweep`."""
+
+    ADVICE: ClassVar[str] = "flags of train go after --"
 
     sweep: SweepFlags = SweepFlags()
 

@@ -19,6 +19,7 @@ from meshwright.data.loader import Batch
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, text_until_stop
+from meshwright.generation.terminal import replace_surrogates
 from meshwright.kernels.references import upcast
 from meshwright.training.hooks.eval_tasks import runs_one_shape
 from meshwright.training.log.metrics import Metrics
@@ -41,7 +42,7 @@ class SampleWriter:
         self.net, self.vocab, self.tokenizer, self.rows = net, vocab, tokenizer, config.micro_batch
         self.seed, self.count = config.training.seed, g.sample_length
         self.options = Sampling(temperature=g.sample_temperature)
-        self.prompts = g.sample_prompts or [""]
+        self.prompts = [replace_surrogates(prompt) for prompt in g.sample_prompts or [""]]
         self.requests = [Request(list(tokenizer.encode(prompt))) for prompt in self.prompts]
         # An empty prompt begins a document.
         self.ids = [request.prompt or [tokenizer.eod] for request in self.requests]

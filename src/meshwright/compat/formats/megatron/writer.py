@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from meshwright.base.console import notice
-from meshwright.base.errors import UserError
 from meshwright.checkpoint import exports
 from meshwright.checkpoint.pickle.writer import Later, write_torch_file
 from meshwright.checkpoint.publish import Produce, Write
@@ -33,6 +32,7 @@ from meshwright.compat.formats.adam import MOMENTS
 from meshwright.compat.formats.megatron import names
 from meshwright.compat.formats.megatron.reader import MODEL
 from meshwright.compat.formats.megatron.state import SCHEDULE
+from meshwright.config.problem import SettingsError, plain
 from meshwright.config.schema import Model
 from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
@@ -106,25 +106,27 @@ def check_export(target: MegatronExport) -> None:
     rows = target.tensors["wte.weight"].shape[0]
 
     # The network, and whether it can be divided.
-    wrong = [f"{obstacle} cannot be expressed" for obstacle in exports.obstacles(m, "megatron")]
+    wrong = [
+        f"{plain(obstacle)} cannot be expressed" for obstacle in exports.obstacles(m, "megatron")
+    ]
     wrong += [
-        f"{count} {what} cannot be divided by {by} ({flag})"
-        for count, what, by, flag in (
-            (m.num_attention_heads or 1, "heads", t, "--target-tensor-parallel-size"),
-            (m.groups, "query groups", t, "--target-tensor-parallel-size"),
-            (m.ffn, "rows of the MLP", t, "--target-tensor-parallel-size"),
-            (target.padded, "rows of the padded vocabulary", t, "--make-vocab-size-divisible-by"),
-            (m.num_layers or 1, "layers", p, "--target-pipeline-parallel-size"),
+        f"{count} {what} cannot be divided by {by} ({{{name}}})"
+        for count, what, by, name in (
+            (m.num_attention_heads or 1, "heads", t, "target_tensor_parallel_size"),
+            (m.groups, "query groups", t, "target_tensor_parallel_size"),
+            (m.ffn, "rows of the MLP", t, "target_tensor_parallel_size"),
+            (target.padded, "rows of the padded vocabulary", t, "make_vocab_size_divisible_by"),
+            (m.num_layers or 1, "layers", p, "target_pipeline_parallel_size"),
         )
         if count % by
     ]
     if rows > target.padded:
-        wrong.append(f"{rows} ids do not fit {target.padded} rows (--pad-vocab-size-to)")
+        wrong.append(f"{rows} ids do not fit {target.padded} rows ({{pad_vocab_size_to}})")
     state = {name.partition("/")[2] for name in target.tensors} - {""}
     if target.optimizer and state != set(MOMENTS):
         names = ", ".join(sorted(state))
         wrong.append(
-            f"the optimizer's state ({names}) is not Adam's: add --no-optimizer, or keep the native format"
+            f"the optimizer's state ({names}) is not Adam's: leave it out by {{no_optimizer}}, or keep the native format"
         )
 
     # Whether each tensor has a place; after other errors, which ones have none says nothing new.
@@ -134,10 +136,10 @@ def check_export(target: MegatronExport) -> None:
     left -= {f"{ours}/{kind}" if kind else ours for ours in placed for kind in kinds}
     if left and not wrong:
         wrong.append(
-            f"{len(left)} tensors have no place in it, such as {min(left)}: save with --ckpt-format native"
+            f"{len(left)} tensors have no place in it, such as {plain(min(left))}: save with {{ckpt_format=native}}"
         )
     if wrong:
-        raise UserError("\n  ".join(["cannot be written as a Megatron-LM checkpoint:", *wrong]))
+        raise SettingsError("\n  ".join(["cannot be written as a Megatron-LM checkpoint:", *wrong]))
 
 
 def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
