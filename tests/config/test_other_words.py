@@ -17,6 +17,7 @@ from meshwright.apps.evaluate.command import EvaluateConfig
 from meshwright.base import hints
 from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
+from meshwright.cli.convert import ConvertConfig
 from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
 from meshwright.config.problem import FLAGS
@@ -143,6 +144,7 @@ def test_every_answer_exists():
         LaunchConfig,
         BenchConfig,
         DedupConfig,
+        ConvertConfig,
     ]
     commands = [used_flags(cls) for cls in configs]
     known = {name for own in commands for name in own} | {"system"}

@@ -75,7 +75,7 @@ class Syntax:
     required: Mapping[str, str]  # settings without a default -> how a message names them
     names_follow: bool  # the first word without a flag begins the command line of another program
     used: Collection[str] | None  # the settings that the command uses, if it accepts others
-    advice: str  # where a flag that the command lacks may belong
+    advice: str = "see --help"  # where a flag that the command lacks may belong
 
 
 @cached
