@@ -24,7 +24,7 @@ MANY = Positional("paths", "PATH", True, False)
 
 def syntax(*positionals: Positional, names_follow: bool = False) -> Syntax:
     required = {one.target: one.word for one in positionals if one.is_required}
-    return Syntax(OPTIONS, positionals, required, names_follow, None)
+    return Syntax(OPTIONS, positionals, required, names_follow, None, "see --help")
 
 
 @pytest.mark.parametrize(
