@@ -6,6 +6,7 @@ No pictures; output not redirected.
 import gc
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -18,6 +19,9 @@ for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
 # Programs that tests start take half as long, and so does collecting, if what was compiled is kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A shell's script has its background commands ignore Ctrl-C, and programs that they start do too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if sys.version_info < (3, 11):  # tests use what Python 3.11 has brought under its name there
     import contextlib

@@ -347,7 +347,7 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class UniqueKeyLoader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
             # Before merge keys (<<) add what a table may give again.
             seen = set()
@@ -360,7 +360,7 @@ def parse_yaml(text: str) -> Any:
                     seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-    return yaml.load(text, Loader)  # noqa: S506 (a SafeLoader)
+    return yaml.load(text, UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
 
 
 def read_table(name: str) -> dict[str, Any]:
