@@ -65,6 +65,19 @@ def test_flags(run, tmp_path):
     assert samples(likeliest)[-1][3] == new.text and len(new.tokens) == 13
 
 
+def test_no_gradient_is_kept(run, monkeypatch):
+    """The activations of a sample would take as much memory as a training step's."""
+    needed, real = set(), SampleWriter.next_logits
+
+    def note(writer, texts):
+        logits = real(writer, texts)
+        needed.add(logits.requires_grad)
+        return logits
+
+    monkeypatch.setattr(SampleWriter, "next_logits", note)
+    assert run(*BYTES, "--sample-length=1").status == 0 and needed == {False}
+
+
 @pytest.mark.promise("Samples in the log cannot move the cursor of a terminal")
 def test_a_terminal_is_safe():
     assert in_one_line("a\n b\tc\x1b[2J\x00é") == "a b c\ufffd[2J\ufffdé"

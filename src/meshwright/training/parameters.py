@@ -76,10 +76,11 @@ def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     # By everything that decides the answer.
     key = config.model, padded, positions, (tp, pp, *config.stages)
     if key not in COUNTED:
-        COUNTED[key] = []
+        counts = []
         for rank in range(pp):
             units = shapes_of_rank(config, padded, rank)
-            COUNTED[key].append(sum(count(unit) * number for unit, number in units))
+            counts.append(sum(count(unit) * number for unit, number in units))
+        COUNTED[key] = counts
     return COUNTED[key]
 
 

@@ -90,7 +90,6 @@ class SampleWriter:
                 break
         return [text[len(ids) :] for text, ids in zip(texts, self.ids, strict=True)]
 
-    @torch.no_grad()
     def pad(self, texts: list[list[int]]) -> Tensor:
         """Return texts of one width: the full length if the network runs only one shape."""
         width = self.length
@@ -100,6 +99,7 @@ class SampleWriter:
             width = min(rounded_up, self.length)
         return torch.tensor([text + [0] * (width - len(text)) for text in texts])
 
+    @torch.no_grad()
     def next_logits(self, texts: list[list[int]]) -> Tensor:
         """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
         net, at = self.net, self.net.layout.at
