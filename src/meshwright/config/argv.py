@@ -41,6 +41,10 @@ Count = int | Literal["*", "+"]  # words after a flag: so many, any number, or a
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
+# A setting that releases up to 0.18 had and saved, and what it is now.
+REMOVED_SETTINGS = {"spike_window": 128}
+
+
 # What a command takes.
 
 
@@ -354,6 +358,10 @@ def answer_unknown(word: str, syntax: Syntax) -> Problem:
             known[flag] = option.target
     if ours := our_word("flags", hyphenated[2:], {*known, *known.values()}):
         return Problem(names_in(ours), f"{unknown}; here it is {ours}")
+    removed = hyphenated[2:].replace("-", "_")
+    if removed in REMOVED_SETTINGS:
+        always = REMOVED_SETTINGS[removed]
+        return Problem((), f"{unknown}; it was removed and is always {always}, leave it out")
     # argparse, and so other trainers, take the beginning of one flag alone for that flag.
     longer = [flag for flag in known if flag.startswith(hyphenated)]
     near = longer[0] if len(longer) == 1 else nearest(hyphenated, known, cutoff=0.8)

@@ -26,7 +26,14 @@ from meshwright.base.files import parse_toml, parse_yaml, read_small
 from meshwright.base.hints import find_address, nearest, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
-from meshwright.config.argv import Syntax, answer_unknown, maybe_set_aside, read_argv, syntax_of
+from meshwright.config.argv import (
+    REMOVED_SETTINGS,
+    Syntax,
+    answer_unknown,
+    maybe_set_aside,
+    read_argv,
+    syntax_of,
+)
 from meshwright.config.dialects import (
     equal,
     known_elsewhere,
@@ -106,8 +113,6 @@ REMOVED_VALUES = {
     ("pipeline_schedule", "zero-bubble"): "1f1b",
     ("pipeline_schedule", "zbv"): "1f1b",
 }
-# A setting that releases up to 0.18 had and saved, and what it is now.
-REMOVED_SETTINGS = {"spike_window": 128}
 for (_, word), same in REMOVED_VALUES.items():
     REFUSED_WORDS[word] = f"; it was removed; {same} computes the same but for rounding"
 
