@@ -3,8 +3,9 @@
 #
 #   bash benchmarks/two_gpus.sh OUT PART ...
 #
-# right    every layout by NCCL (verify_layouts.py), the tests that need GPUs, then CASES (100) of
-#          the fuzz
+# layouts  every layout by NCCL (verify_layouts.py)
+# tests    the tests that need GPUs
+# fuzz     CASES (100) of the fuzz
 # small    rows of 345M to 1.3B on one GPU and on two, and 345M by ZeRO 3 with and without graphs
 # large    rows of 2.7B and of Llama 3 8B
 # idle     the guides' rows on one GPU, with the share of a step in which the GPU idles
@@ -13,7 +14,8 @@
 # te       megatron-core with Transformer Engine (transformer_engine.sh packs it)
 #
 # OUT gets a folder with all logs of each part, and PART.txt with what it printed. A part that takes
-# LIMIT seconds (560) is stopped; what it has measured by then stays. JOBS (6) is for `right`.
+# LIMIT seconds (560) is stopped; what it has measured by then stays. `layouts` and `fuzz` run
+# JOBS (6) at once.
 set -uo pipefail
 out=$1
 shift
@@ -27,13 +29,18 @@ cd "$here/.." || exit 1
 
 bench() { "$python" -m meshwright bench "$@"; }
 
-right() {
-    local jobs=${JOBS:-6}
-    "$python" benchmarks/verify_layouts.py "$1" --jobs "$jobs"
+layouts() {
+    "$python" benchmarks/verify_layouts.py "$1" --jobs "${JOBS:-6}"
+}
+
+tests() {
     "$python" -m pytest -q -p no:cacheprovider tests/training/test_sharded_graphs.py \
         tests/training/test_stage_graphs.py tests/training/test_graph.py tests/runtime/test_cuda_graphs.py \
         tests/generation/test_layouts.py tests/generation/test_decoder.py tests/kernels 2>&1 | tail -n 30
-    "$python" -m fuzz --device cuda --cases "${CASES:-100}" --jobs "$jobs" --json "$1/fuzz.json" | tail -n 40
+}
+
+fuzz() {
+    "$python" -m fuzz --device cuda --cases "${CASES:-100}" --jobs "${JOBS:-6}" --json "$1/fuzz.json" | tail -n 40
 }
 
 small() {
@@ -63,16 +70,22 @@ guides() {
 }
 
 te() {
-    CUDA_VISIBLE_DEVICES=0 "$python" benchmarks/peer_megatron.py "$1" --limit 85
+    # The other GPU measures at the same time: each ratio is of one GPU.
+    CUDA_VISIBLE_DEVICES=1 "$python" benchmarks/peer_megatron.py "$1/second" --limit 75 \
+        --rows '^2.7B dropout 0.1$' > "$1/second.txt" 2>&1 &
+    CUDA_VISIBLE_DEVICES=0 "$python" benchmarks/peer_megatron.py "$1/first" --limit 75 \
+        --rows '^(345M dropout 0.1|1.3B Llama)$'
+    wait
+    cat "$1/second.txt"
 }
 
 for part in "$@"; do
     case $part in
-    right | small | large | idle | decode | guides | te) ;;
+    layouts | tests | fuzz | small | large | idle | decode | guides | te) ;;
     *) echo "no part is called $part; see the top of $0" >&2 && exit 2 ;;
     esac
 done
-export -f bench right small large idle decode guides te
+export -f bench layouts tests fuzz small large idle decode guides te
 export python
 for part in "$@"; do
     echo "## $part, $(date -u +%H:%M:%S)"

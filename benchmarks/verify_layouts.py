@@ -2,8 +2,9 @@
 
 usage: python benchmarks/verify_layouts.py OUT [NAME ...] [--jobs 4] [--device cpu]
 
-Each is `meshwright verify-layout` on two ranks, by NCCL on GPUs. OUT holds their logs. The status
-is 1 if one of them differs from one process.
+Each is `meshwright verify-layout` on two ranks, by NCCL on GPUs. OUT holds their logs. A rank that
+hangs for MINUTES is named in its log, with all stacks. The status is 1 if one of the layouts
+differs from one process or does not end.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ LAYOUTS = {
     "CP2": f"{GPT} --bf16 {CP}",
     "CP2 ZeRO 3": f"{GPT} --bf16 {CP} --zero-stage 3",
 }
-MARKS = "gloo on", "nccl on", "optimizer state", "differs", "error"  # of the lines that tell most
+MINUTES = 1.5
+MARKS = "gloo on", "nccl on", "optimizer state", "differs", "error", "hangs"  # of the lines that tell most
 
 
 def verify(folder: Path, device: str | None, name: str) -> tuple[int, float, str]:
@@ -76,13 +78,13 @@ def verify(folder: Path, device: str | None, name: str) -> tuple[int, float, str
         command += ["verify-layout", "--world-size=2", f"--device={device}"]
     else:
         command += ["launch", "--nproc-per-node=2", "verify-layout"]
-    command += LAYOUTS[name].split()
+    command += LAYOUTS[name].split() + [f"--distributed-timeout-minutes={MINUTES}"]
     log = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.txt"
     begun = time.monotonic()
     with log.open("w") as file:
         try:
             status = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=300
+                command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=200
             ).returncode
         except subprocess.TimeoutExpired:
             status = 124  # as timeout(1) says it

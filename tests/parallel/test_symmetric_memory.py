@@ -105,6 +105,30 @@ def test_scatter_then_gather(run, ranks):
     assert all(torch.equal(x[begin : begin + size], expected) for x in after)
 
 
+def test_memory_is_clear_before_others_map_it(monkeypatch):
+    """A signal that comes before torch has cleared the memory would be lost, and the rank hang."""
+    cpu = torch.device("cpu")
+    order = []
+
+    def empty(size, dtype, device):
+        order.append("empty")
+        return torch.ones(size, dtype=dtype, device=device)
+
+    def rendezvous(own, name):
+        order.append(f"rendezvous, sum {own.sum():g}")
+        return mock.Mock(get_buffer=lambda *_: own)
+
+    memory = mock.Mock(empty=empty, rendezvous=rendezvous)
+    monkeypatch.setattr(symmetric_memory, "map_memory_of", lambda group: memory)
+    monkeypatch.setattr(symmetric_memory, "stream_barrier", lambda words, rank: None)
+    monkeypatch.setattr(symmetric_memory.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(symmetric_memory.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(devices, "new_stream", lambda device: Stream())
+    monkeypatch.setattr(devices, "synchronize", lambda device: order.append(f"wait for {device}"))
+    symmetric_memory.BufferMapper(mock.Mock(), cpu).zeros(8, torch.float32)
+    assert order == ["empty", "wait for cpu", "rendezvous, sum 0"] * 2
+
+
 @pytest.mark.flag("data_parallel_sums")
 def test_choice(monkeypatch):
     cpu = torch.device("cpu")

@@ -135,16 +135,19 @@ class BufferMapper:
 
     def map(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], Callable[[], None]]:
         """Return zeros of each rank, and torch's barrier, a kernel that waits."""
-        own: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
+        device = self.stream.device
+        own: Tensor = self.symmetric.empty(size, dtype=dtype, device=device).zero_()
         devices.count_symmetric_memory(own.nbytes)
+        # torch also clears its barrier's signals in this memory, without waiting for it. If another
+        # rank's signal came first, it would be lost, and this rank would wait for it forever. No
+        # rank leaves the rendezvous before all have entered it.
+        devices.synchronize(device)
         handle: Any = self.symmetric.rendezvous(own, self.group.group_name)
         buffers = [
             own if r == self.rank else handle.get_buffer(r, (size,), dtype)
             for r in range(self.ranks)
         ]
-        barrier = functools.partial(handle.barrier, channel=0)
-        barrier()  # no rank may read what another has yet to clear
-        return buffers, barrier
+        return buffers, functools.partial(handle.barrier, channel=0)
 
 
 def choose_mapper(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 
 import pytest
@@ -13,17 +14,22 @@ from meshwright.apps.pages.runs import CERTIFICATE
 from meshwright.apps.verify import command as verify_layout
 from meshwright.apps.verify import compare
 from meshwright.apps.verify.baseline import make_baseline
-from meshwright.base.errors import UNEQUAL, UserError
+from meshwright.base.errors import HANG, UNEQUAL, UserError
 from meshwright.config import flags
 from meshwright.config.schema import Optimizer, Parallel, Precision, TrainConfig
 from on_ranks import run_programs
 
 PROGRAM = """
-import os, sys
+import os, sys, time
 from meshwright.__main__ import main
 from meshwright.parallel import shard
+from meshwright.training import setup
+def sleep_for_ever(*_):
+    time.sleep(3600)
 if "BROKEN" in os.environ:
     shard.is_partial = lambda *_: False
+if os.environ.get("RANK", "") == os.environ.get("HANGING"):
+    setup.build_network = sleep_for_ever
 sys.exit(main(sys.argv[1:]))
 """
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -117,6 +123,16 @@ def test_train_verifies_before_it_begins(tmp_path):
     )
     assert json.loads((tmp_path / "run" / CERTIFICATE).read_text())["verdict"] == "different"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.whole
+def test_a_rank_that_hangs_is_named(tmp_path):
+    """A layout may hang as well as differ; each rank shows where it is."""
+    argv = ["verify-layout", *TP, "--device=cpu", "--distributed-timeout-minutes=0.05"]
+    statuses, logs = run(tmp_path, argv, HANGING="1")
+    assert statuses == [HANG, HANG], logs
+    assert re.search(r"error: rank 1 \(\S+\) hangs in .* in sleep_for_ever", "".join(logs)), logs
+    assert " in sleep_for_ever\n" in logs[1]
 
 
 @pytest.mark.long

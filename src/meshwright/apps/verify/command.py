@@ -139,27 +139,28 @@ def compare_on_this_rank(config: TrainConfig, world: World, command: list[str]) 
     from meshwright.base import device as devices
     from meshwright.runtime.ranks.connect import join_ranks, pick_backend
     from meshwright.runtime.ranks.lost import reporting
+    from meshwright.runtime.ranks.watchdog import watched
     from meshwright.training.before.preflight import require_equal_ranks
     from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
     from meshwright.training.small_run import RankSetup
 
     p = config.parallel
+    minutes = p.distributed_timeout_minutes
     steps = config.training.verify_layout or STEPS
     config = with_settings(config, verify_layout=steps)
     device = devices.open_device(p.device, world.local_rank)
-    with reporting(world, p.distributed_timeout_minutes):
+    with reporting(world, minutes):
         backend = pick_backend(p, device, world.rank == 0)
-        team = join_ranks(
-            world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
-        )
+        team = join_ranks(world, backend, minutes, device, p.start_timeout_seconds, is_watched=True)
         console.set_stream("stdout" if team.is_rank_0 else None)
         # The ranks must have the same settings, but may name other paths of data.
         mock = with_settings(
             dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True
         )
-        require_equal_ranks(team, identity_of(mock, NO_VOCABULARY))
         setup = RankSetup(team, device)
-        verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))
+        with watched(world, team, minutes, folder=None):
+            require_equal_ranks(team, identity_of(mock, NO_VOCABULARY))
+            verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))
     return DONE
 
 
