@@ -1,6 +1,6 @@
 """Verify every layout that two GPUs allow, some at a time, and print a line for each.
 
-usage: python benchmarks/verify_layouts.py OUT [NAME ...] [--jobs 4] [--device cpu]
+usage: python benchmarks/verify_layouts.py OUT [NAME ...] [--times 1] [--jobs 4] [--device cpu]
 
 Each is `meshwright verify-layout` on two ranks, by NCCL on GPUs. OUT holds their logs. A rank that
 hangs for MINUTES is named in its log, with all stacks. The status is 1 if one of the layouts
@@ -16,6 +16,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from common import new_parser, print_head, print_row
@@ -72,7 +73,7 @@ MINUTES = 1.5
 MARKS = "gloo on", "nccl on", "optimizer state", "differs", "error", "hangs"
 
 
-def verify(folder: Path, device: str | None, name: str) -> tuple[int, float, str]:
+def verify(folder: Path, device: str | None, name: str, turn: int) -> tuple[int, float, str]:
     """Run one layout; return its status, its seconds, and the lines of its log that tell most."""
     command = [sys.executable, "-m", "meshwright"]
     if device:
@@ -80,7 +81,7 @@ def verify(folder: Path, device: str | None, name: str) -> tuple[int, float, str
     else:
         command += ["launch", "--nproc-per-node=2", "verify-layout"]
     command += LAYOUTS[name].split() + [f"--distributed-timeout-minutes={MINUTES}"]
-    log = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.txt"
+    log = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}-{turn}.txt"
     begun = time.monotonic()
     with log.open("w") as file:
         try:
@@ -100,7 +101,8 @@ def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("names", nargs="*", metavar="NAME", help="layouts (none: all)")
-    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--times", type=int, default=1, help="to run each (1)")
+    parser.add_argument("--jobs", type=int, default=4, help="layouts at once (4)")
     parser.add_argument("--device", help="of ranks that this machine starts (none: its GPUs)")
     given = parser.parse_args()
     if unknown := sorted(set(given.names) - set(LAYOUTS)):
@@ -108,11 +110,11 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
-    names = given.names or list(LAYOUTS)
+    names = (given.names or list(LAYOUTS)) * given.times
     differing = 0
     print_head("layout", "", "s", "what verify-layout says")
     with ThreadPoolExecutor(given.jobs) as pool:
-        results = pool.map(partial(verify, given.out, given.device), names)
+        results = pool.map(partial(verify, given.out, given.device), names, count(1))
         for name, (status, seconds, says) in zip(names, results, strict=True):
             differing += status != 0
             print_row(name, "equal" if not status else f"status {status}", f"{seconds:.0f}", says)
