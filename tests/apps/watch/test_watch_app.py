@@ -17,7 +17,7 @@ from pages import step_row
 from meshwright.__main__ import main
 from meshwright.base.errors import UNAVAILABLE, USAGE
 
-for package in ("starlette", "uvicorn", "httpx"):
+for package in ("starlette", "uvicorn", "httpx2"):
     pytest.importorskip(
         package, reason=f"{package} is not installed: pip install 'meshwright[serve,test]'"
     )
