@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,26 @@ def test_a_missing_package_is_named(
     assert capsys.readouterr().err.endswith(f" has no package torch; pip install {root}\n")
     with pytest.raises(ModuleNotFoundError):
         program.main(["train", "meshwright.bogus"])
+
+
+def skips() -> set[str]:
+    """Return the packages without which some test is skipped."""
+    found = set[str]()
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text()
+        # By name, or by a loop over names.
+        found.update(re.findall(r'importorskip\(\s*"([\w.]+)"', text))
+        for names in re.findall(r"for package in \((.*)\):\s+pytest\.importorskip", text):
+            found.update(re.findall(r'"([\w.]+)"', names))
+    return {name.partition(".")[0] for name in found}
+
+
+def test_what_tests_are_skipped_without_can_be_installed() -> None:
+    """A package that no extra installs any more would skip its tests everywhere, unnoticed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    installed = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in wanted}
+    # Modules of other names than their packages, what these bring along, and peers of the servers.
+    installed |= {"meshwright", "sky", "jsonschema", "playwright", "openai"}
+    assert {"starlette", "transformers"} <= skips()
+    assert not skips() - installed
