@@ -22,12 +22,14 @@ from corpora import run_data, write_pair
 import warm
 from meshwright.__main__ import main
 from meshwright.apps.datasets import forecast
-from meshwright.base.errors import UserError
+from meshwright.base.errors import BAD_DATA, UserError
+from meshwright.config.schema import TokenizerFlags
 from meshwright.data import ahead
 from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
 from meshwright.data.statistics import document_lengths, summary, token_counts
 from meshwright.data.text import limits
+from meshwright.data.tokenizers import build_tokenizer, keep_beside
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
@@ -424,6 +426,18 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     assert sum(s["samples"] for s in sets["train"]["sources"]) == 400
     _, out, err = run_data("plan", *[w if w != "400" else "40000" for w in argv])
     assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
+
+
+def test_plan_refuses_other_tokenizers_as_a_training_does(tmp_path: Path) -> None:
+    """Those of two files, and one that the flags name beside that of the data."""
+    a, b = two_pairs(tmp_path)
+    for prefix, size in ((a, 1000), (b, 2000)):
+        keep_beside(build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=size)), prefix)
+    status, out, err = run_data("plan", "--data-path", a, b, *TRAIN)
+    assert status == BAD_DATA and "made with different tokenizers" in err and not out
+    status, out, err = run_data("plan", "--data-path", a, *TRAIN, "--tokenizer-type=ByteTokenizer")
+    assert status == BAD_DATA and "the flags name another tokenizer" in err and not out
+    assert run_data("plan", "--data-path", a, *TRAIN)[0] == 0
 
 
 @pytest.mark.flag("train_epochs")
