@@ -432,7 +432,9 @@ def test_plan_refuses_other_tokenizers_as_a_training_does(tmp_path: Path) -> Non
     """Those of two files, and one that the flags name beside that of the data."""
     a, b = two_pairs(tmp_path)
     for prefix, size in ((a, 1000), (b, 2000)):
-        keep_beside(build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=size)), prefix)
+        keep_beside(
+            build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=size)), prefix
+        )
     status, out, err = run_data("plan", "--data-path", a, b, *TRAIN)
     assert status == BAD_DATA and "made with different tokenizers" in err and not out
     status, out, err = run_data("plan", "--data-path", a, *TRAIN, "--tokenizer-type=ByteTokenizer")
@@ -638,12 +640,13 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     (place / "c.txt").write_text("first line\n\nsecond \u00e4\n", encoding="utf-8")
     (place / "d.txt").write_text("  \n")
     (place / "e.md").write_text("not read")
+    (place / "g.jsonl.gz").write_bytes(b"not read")
     out = tmp_path / "out" / "merged.json"
     (place / "deeper").mkdir()
     (place / "deeper" / "f.txt").write_text("not read")
     status, told, err = run_data("merge-json", "--data_path", str(place), "--output_file", str(out))
     assert (
-        "passed over 2 files: 1 in folders of this one, 1 with other suffixes (.md); `meshwright preproc"
+        "passed over 3 files: 1 in folders of this one, 2 with other suffixes (.md, .jsonl.gz); `meshwright preproc"
         in err
     )
     lines = out.read_bytes().splitlines()

@@ -18,7 +18,14 @@ from meshwright.base.progress import SkippedLines
 from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM, codec_of, to_utf8
 from meshwright.data.text.divide import whole
-from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, SkipReport, suffix_of, walk
+from meshwright.data.text.folders import (
+    OTHER_SUFFIX,
+    PACKED,
+    NameFilter,
+    SkipReport,
+    suffix_of,
+    walk,
+)
 from meshwright.data.text.jsonl import parse_line
 from meshwright.data.text.plain import decode
 from meshwright.data.text.records import Document, ReadOptions, Rejected, TextPlace, too_long
@@ -95,7 +102,12 @@ def _passed_over(root: Path, read: set[Path]) -> SkipReport:
         if Path(path).suffix in ENDINGS:
             passed.note("in folders of this one")
         else:
-            passed.note(OTHER_SUFFIX + (suffix_of(path) or "no suffix"))
+            # A packed file has the suffix of what is in it, and is not read for the other one.
+            packed = Path(path).suffix.lower()
+            known = suffix_of(path)
+            if packed in PACKED and known != packed:
+                known += packed
+            passed.note(OTHER_SUFFIX + (known or "no suffix"))
     return passed
 
 
