@@ -332,6 +332,19 @@ class GivenTwice(ValueError):
     """A key that a file of settings gives twice; the message says which, or where."""
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as an object_pairs_hook; raise GivenTwice if a key is repeated.
+
+    Python's reader would take the last of equal keys, silently.
+    """
+    out = dict[str, Any]()
+    for key, value in pairs:
+        if key in out:
+            raise GivenTwice(f'"{key}" is given twice')
+        out[key] = value
+    return out
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of TOML that strangers wrote; raise ValueError for what no settings need.
 
