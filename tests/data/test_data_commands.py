@@ -22,7 +22,7 @@ from corpora import run_data, write_pair
 import warm
 from meshwright.__main__ import main
 from meshwright.apps.datasets import forecast
-from meshwright.base.errors import BAD_DATA, UserError
+from meshwright.base.errors import BAD_DATA, IO, UserError
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import ahead
 from meshwright.data.files import merge, verify
@@ -661,6 +661,11 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     kinds = ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
     assert all(kind in told for kind in kinds)
     again = ["merge-json", "--json-path", str(place), "--output-file", str(out)]
+    # A system's error gets the advice that every command gives.
+    long = str(tmp_path / ("n" * 300))
+    for command in (again[:3], ["dedup", str(place / "a.json")]):
+        status, _, err = run_data(*command, "--output-file", long)
+        assert status == IO and f"{long}: File name too long; choose a shorter name" in err
     assert run_data(*again)[1].startswith(f"{out} is already there, unchanged: 4 documents")
     status, _, err = run_data(*again, "--each-line")
     assert status == 73 and "another content, which is kept; add --overwrite" in err

@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from meshwright.base.errors import IO as IO_ERROR
 from meshwright.base.errors import UserError, bad_data
 from meshwright.base.files import replacing, write_lines
 from meshwright.base.hints import near_path
@@ -216,9 +215,8 @@ def deduplicate(
                     }
                     listing.write(orjson.dumps(why) + b"\n")
     except OSError as error:
-        raise UserError(
-            f"{error.filename or output}: {error.strerror or error}", IO_ERROR
-        ) from None
+        error.filename = error.filename or output  # a full disk names none; main adds the advice
+        raise
     return out
 
 

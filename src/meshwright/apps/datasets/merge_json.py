@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import orjson
 
-from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.errors import bad_data
 from meshwright.base.files import write_lines
 from meshwright.base.progress import SkippedLines
 from meshwright.data.text import limits
@@ -73,7 +73,8 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool)
 
         out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite)
     except OSError as error:
-        raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
+        error.filename = error.filename or output  # a full disk names none; main adds the advice
+        raise
     return out
 
 
