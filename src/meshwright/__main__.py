@@ -82,6 +82,7 @@ ADVICE = {errno.ENOSPC: "; free space there, or choose another folder"}
 ADVICE |= {
     errno.EDQUOT: ADVICE[errno.ENOSPC],
     errno.EROFS: "; choose a folder that can be written to",
+    errno.ENAMETOOLONG: "; choose a shorter name",
 }
 ADVICE |= dict.fromkeys(
     (errno.EACCES, errno.EPERM), "; choose another folder, or change its permissions"

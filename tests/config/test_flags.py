@@ -492,8 +492,26 @@ def test_a_byte_order_mark_is_no_setting(tmp_path):
             "learning_rate = 0.1\nlr = 0.2\n",
             "lr in FILE is given twice, as 0.1 and as 0.2; remove one",
         ),
-        ("a.yaml", "seed: 1\nlr: 0.1\nseed: 2\n", "FILE: seed is given twice\n"),
-        ("a.yaml", "training: {seed: 1, seed: 2}\n", "FILE: seed is given twice\n"),
+        (
+            "a.toml",
+            "seed = 1\nlr = 0.1\nseed = 2\n",
+            "FILE: line 3 gives a key or section again that an earlier line gives; remove one",
+        ),
+        (
+            "a.toml",
+            "[training]\nseed = 1\n[training]\nlr = 2\n",
+            "FILE: line 3 gives a key or section again that an earlier line gives; remove one",
+        ),
+        (
+            "a.yaml",
+            "seed: 1\nlr: 0.1\nseed: 2\n",
+            "FILE: seed is given twice, in lines 1 and 3; remove one",
+        ),
+        (
+            "a.yaml",
+            "training: {seed: 1, seed: 2}\n",
+            "FILE: seed is given twice, in line 1; remove one",
+        ),
         # as yaml.safe_load takes merge keys, which no settings need
         ("a.yaml", "training: {<<: {seed: 1}, seed: 2}\n", ""),
     ],

@@ -73,7 +73,9 @@ def described(refusal: Refusal) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Run the commands in one empty folder."""
-    place = tmp_path_factory.mktemp("refusals")
+    # A folder deeper than those of other tests, whose files are no near names for a message.
+    place = tmp_path_factory.mktemp("refusals") / "alone"
+    place.mkdir()
     with contextlib.chdir(place):
         yield place
 

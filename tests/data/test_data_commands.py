@@ -22,12 +22,14 @@ from corpora import run_data, write_pair
 import warm
 from meshwright.__main__ import main
 from meshwright.apps.datasets import forecast
-from meshwright.base.errors import UserError
+from meshwright.base.errors import BAD_DATA, IO, UserError
+from meshwright.config.schema import TokenizerFlags
 from meshwright.data import ahead
 from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
 from meshwright.data.statistics import document_lengths, summary, token_counts
 from meshwright.data.text import limits
+from meshwright.data.tokenizers import build_tokenizer, keep_beside
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
@@ -426,6 +428,20 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
 
 
+def test_plan_refuses_other_tokenizers_as_a_training_does(tmp_path: Path) -> None:
+    """Those of two files, and one that the flags name beside that of the data."""
+    a, b = two_pairs(tmp_path)
+    for prefix, size in ((a, 1000), (b, 2000)):
+        keep_beside(
+            build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=size)), prefix
+        )
+    status, out, err = run_data("plan", "--data-path", a, b, *TRAIN)
+    assert status == BAD_DATA and "made with different tokenizers" in err and not out
+    status, out, err = run_data("plan", "--data-path", a, *TRAIN, "--tokenizer-type=ByteTokenizer")
+    assert status == BAD_DATA and "the flags name another tokenizer" in err and not out
+    assert run_data("plan", "--data-path", a, *TRAIN)[0] == 0
+
+
 @pytest.mark.flag("train_epochs")
 def test_a_length_in_epochs(tmp_path: Path) -> None:
     """All data count, whatever their weights; the schedule is in samples."""
@@ -624,12 +640,13 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     (place / "c.txt").write_text("first line\n\nsecond \u00e4\n", encoding="utf-8")
     (place / "d.txt").write_text("  \n")
     (place / "e.md").write_text("not read")
+    (place / "g.jsonl.gz").write_bytes(b"not read")
     out = tmp_path / "out" / "merged.json"
     (place / "deeper").mkdir()
     (place / "deeper" / "f.txt").write_text("not read")
     status, told, err = run_data("merge-json", "--data_path", str(place), "--output_file", str(out))
     assert (
-        "passed over 2 files: 1 in folders of this one, 1 with other suffixes (.md); `meshwright preproc"
+        "passed over 3 files: 1 in folders of this one, 2 with other suffixes (.md, .jsonl.gz); `meshwright preproc"
         in err
     )
     lines = out.read_bytes().splitlines()
@@ -644,6 +661,11 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     kinds = ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
     assert all(kind in told for kind in kinds)
     again = ["merge-json", "--json-path", str(place), "--output-file", str(out)]
+    # A system's error gets the advice that every command gives.
+    long = str(tmp_path / ("n" * 300))
+    for command in (again[:3], ["dedup", str(place / "a.json")]):
+        status, _, err = run_data(*command, "--output-file", long)
+        assert status == IO and f"{long}: File name too long; choose a shorter name" in err
     assert run_data(*again)[1].startswith(f"{out} is already there, unchanged: 4 documents")
     status, _, err = run_data(*again, "--each-line")
     assert status == 73 and "another content, which is kept; add --overwrite" in err

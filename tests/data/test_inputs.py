@@ -140,7 +140,7 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch)
         act(lambda: (folder / "b.txt").write_text("bb")), BAD_DATA
     )
     message = error_of(act(lambda: (folder / "b.txt").unlink()), IO)
-    assert "b.txt cannot be read: it has vanished; start again" in message
+    assert "b.txt cannot be read: it has vanished; start again when it is there" in message
 
 
 def test_suffixes_are_counted_and_a_pdf_is_one_once(tmp_path):

@@ -151,6 +151,9 @@ def test_good_lines_of_any_shape_are_kept(tmp_path):
         b'{"text": "nan elsewhere", "score": NaN}\n'
         b'{"text": "half elsewhere", "title": "\\ud800"}\n'
         b'{"text": "pair \\ud83d\\ude42", "n": 123456789012345678901234567890}\n'
+        b'{"text": "more digits than Python takes", "n": '
+        + b"9" * 5000
+        + b"}\n"
         + json.dumps({"text": "line\u2028separator \u0085 \x00"}, ensure_ascii=False).encode()
         + b"\n"
         + line(big)
@@ -165,6 +168,7 @@ def test_good_lines_of_any_shape_are_kept(tmp_path):
         "nan elsewhere",
         "half elsewhere",
         "pair \U0001f642",
+        "more digits than Python takes",
         "line\u2028separator \u0085 \x00",
     ]
     assert texts_in(tmp_path / "out_text_document") == [*wanted, big, "last, without a line feed"]
@@ -173,7 +177,7 @@ def test_good_lines_of_any_shape_are_kept(tmp_path):
 BAD = {
     b'{"text": "caf\xe9"}': ("not UTF-8", "byte 0xe9 at column 14"),
     b'{"text": "x"': ("not JSON", "Expecting ',' delimiter at column 13"),
-    b"[" * 100_000: ("not JSON", "recursion"),
+    b"[" * 100_000: ("not JSON", "its brackets are nested too deeply"),
     # a byte order mark in the middle of a file
     b"\xef\xbb\xbf" + line("x"): ("not JSON", "column 1"),
     b'["text"]': ("not a JSON object", "but a list"),

@@ -322,9 +322,23 @@ def test_merged_shards_are_the_bytes_of_one_process(tmp_path, small):
     assert leftovers(tmp_path) == []
 
 
+def test_a_merge_names_the_parts_that_it_lacks(tmp_path, small, capsys):
+    a = write_corpus(tmp_path / "a.jsonl", 800)
+    for number in (1, 2, 3):
+        run(tmp_path, "out", a, workers=1, shard=f"{number}/3")
+    parts = [str(tmp_path / f"out-{number}-of-3_text_document") for number in (1, 2, 3)]
+    lacking = "warning: 1 of the 3 parts of out_text_document are not merged (--shard 2/3); merge"
+    for given, warns in ((parts, False), (parts[::2], True)):
+        assert main(["data", "merge", *given, "--output-prefix", str(tmp_path / f"{warns}")]) == 0
+        assert (lacking in (said := capsys.readouterr().err)) is warns and (
+            "warning" in said
+        ) is warns
+
+
 def test_a_shard_without_text(tmp_path, small):
     a = write_corpus(tmp_path / "a", 1)
-    with pytest.raises(UserError, match="no token under 'text' in part 2/2 of "):
+    words = "no token under 'text' in part 2/2 of .*; the other parts can be merged without it$"
+    with pytest.raises(UserError, match=words):
         run(tmp_path, "out", a, workers=1, shard="2/2")
     assert list(tmp_path.glob("out*document*")) == []
 
@@ -400,6 +414,29 @@ def test_an_input_that_changes_while_it_is_read(tmp_path, small, monkeypatch):
     message = error_of(lambda: run(tmp_path, "out", a, workers=1))
     assert re.search(r"/a has changed while it was read \([\d,]+ bytes then, [\d,]+ now\)", message)
     assert leftovers(tmp_path, "out") == []
+
+    # of the same size, of which there is nothing to compare
+    def touch(*given):
+        real(*given)
+        os.utime(a, ns=(0, 0))
+
+    monkeypatch.setattr(preprocess.Totals, "add_piece", touch)
+    message = error_of(lambda: run(tmp_path, "out", a, workers=1))
+    assert message.endswith("/a has changed while it was read; start again when it is complete")
+
+
+@pytest.mark.fault("F26")
+def test_an_input_that_vanishes_while_it_is_read(tmp_path, small, monkeypatch):
+    paths = [write_corpus(tmp_path / name, 50) for name in ("a", "b")]
+    real = preprocess.Totals.add_piece
+
+    def unlink(*given):
+        real(*given)
+        paths[1].unlink(missing_ok=True)
+
+    monkeypatch.setattr(preprocess.Totals, "add_piece", unlink)
+    message = error_of(lambda: run(tmp_path, "out", *paths, workers=1), IO)
+    assert message.endswith("it has vanished; start again when it is there and readable")
 
 
 def test_a_closed_stdout(tmp_path, monkeypatch):

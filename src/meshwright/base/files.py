@@ -36,6 +36,8 @@ RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of f
 # Of a file of settings.
 TOML_DEPTH = 8
 TOML_ENTRIES = 10_000
+# how tomllib refuses a key or table that the file has given before
+TOML_TWICE = re.compile(r"Cannot (?:overwrite a value|declare .* twice) \(at line (\d+),")
 # Strings and comments of TOML. An open string lasts to the end of the file or line: tomllib stops.
 TOML_STRINGS = possessive(
     r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"""|\\?\Z)|"(?:[^"\\\n]++|\\[^\n])*+"?'''
@@ -326,6 +328,23 @@ def fill(template: str, **values: object) -> str:
     return re.sub("@([A-Z]+)@", lambda name: str(values[name[1]]), text)
 
 
+class GivenTwice(ValueError):
+    """A key that a file of settings gives twice; the message says which, or where."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as an object_pairs_hook; raise GivenTwice if a key is repeated.
+
+    Python's reader would take the last of equal keys, silently.
+    """
+    out = dict[str, Any]()
+    for key, value in pairs:
+        if key in out:
+            raise GivenTwice(f'"{key}" is given twice')
+        out[key] = value
+    return out
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of TOML that strangers wrote; raise ValueError for what no settings need.
 
@@ -337,11 +356,19 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(f"a key has more than {TOML_DEPTH} parts; no file of settings needs that")
     if (count := outside.count("=") + outside.count("[")) > TOML_ENTRIES:
         raise ValueError(f"{count:,} keys and tables; at most {TOML_ENTRIES:,} are read")
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # tomllib says that it cannot overwrite a value, or declare a table twice.
+        if found := TOML_TWICE.match(str(error)):
+            raise GivenTwice(
+                f"line {found[1]} gives a key or section again that an earlier line gives"
+            ) from None
+        raise
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what YAML holds; raise yaml.YAMLError if a key of a table is given twice.
+    """Return what YAML holds; raise GivenTwice if a key of a table is given twice.
 
     YAML forbids that, as TOML does, but yaml.safe_load takes the last one.
     """
@@ -350,14 +377,15 @@ def parse_yaml(text: str) -> Any:
     class UniqueKeyLoader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
             # Before merge keys (<<) add what a table may give again.
-            seen = set()
+            lines = dict[str, int]()
             for key, _ in getattr(node, "value", ()):
                 if isinstance(key, yaml.ScalarNode):
-                    if key.value in seen and key.value != "<<":
-                        raise yaml.MarkedYAMLError(
-                            problem=f"{key.value} is given twice", problem_mark=key.start_mark
-                        )
-                    seen.add(key.value)
+                    line = key.start_mark.line + 1
+                    if key.value in lines and key.value != "<<":
+                        first = lines[key.value]
+                        where = f"lines {first} and {line}" if line > first else f"line {line}"
+                        raise GivenTwice(f"{key.value} is given twice, in {where}")
+                    lines[key.value] = line
             return super().construct_mapping(node, deep)
 
     return yaml.load(text, UniqueKeyLoader)  # noqa: S506 (a SafeLoader)

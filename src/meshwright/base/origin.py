@@ -114,6 +114,16 @@ def write_origin(record: Path, made_from: dict[str, Any], sizes: dict[str, int])
         file.write(json.dumps({"made_from": made_from, "bytes": sizes}, indent=1).encode() + b"\n")
 
 
+def read_origin(record: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what files were made from, and their sizes; nothing if that is unknown or damaged."""
+    try:
+        recorded = json.loads(files.read_small(record, files.RECORD_LIMIT))
+        sizes = {str(name): int(size) for name, size in recorded["bytes"].items()}
+        return dict(recorded["made_from"]), sizes
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return {}, {}
+
+
 def is_done(
     record: Path, made_from: dict[str, Any], paths: Sequence[Path], overwrite: bool, flag: str
 ) -> bool:
@@ -126,14 +136,7 @@ def is_done(
     if overwrite or not existing:
         return False
 
-    # What the record says; nothing if it is missing or damaged.
-    try:
-        recorded = json.loads(files.read_small(record, files.RECORD_LIMIT))
-        before = dict(recorded["made_from"])
-        sizes = {str(name): int(size) for name, size in recorded["bytes"].items()}
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        before = {}
-        sizes = {}
+    before, sizes = read_origin(record)
     # The same origin: done, if all files are there in the sizes that were noted.
     if before == made_from:
         if len(existing) < len(paths):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.files import read_small
+from meshwright.base.files import GivenTwice, read_small, unique_keys
 from meshwright.base.hints import find_address, refuse_address
 from meshwright.config.grammar import blend, prefix_of
 from meshwright.config.problem import FLAGS, named, plain
@@ -242,11 +242,13 @@ def _blend(values: list[str], flag: str) -> tuple[TokenFiles, ...]:
 def _per_split(path: str, flag: str) -> dict[str, list[str]]:
     """Read {"train": [...], "valid": [...], "test": [...]}; a value may also be one string."""
     start = f"{flag} {plain(path)}"
-    try:
-        found = json.loads(_read(path, flag))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{start} is no JSON: {plain(error)}") from None
     form = 'it must be an object {"train": [...], "valid": [...], "test": [...]}'
+    try:
+        found = json.loads(_read(path, flag), object_pairs_hook=unique_keys)
+    except GivenTwice as error:
+        raise ValueError(f"{start}: {plain(error)}; name the data of a split in one list") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{start} is no JSON: {plain(error)}; {form}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{start}: {form}")
     if unknown := [str(key) for key in found if key not in SPLITS]:

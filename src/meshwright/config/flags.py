@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.base import console, registry
 from meshwright.base.errors import BAD_DATA, DONE, UNAVAILABLE, UserError
-from meshwright.base.files import parse_toml, parse_yaml, read_small
+from meshwright.base.files import GivenTwice, parse_toml, parse_yaml, read_small
 from meshwright.base.hints import find_address, nearest, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
@@ -770,6 +770,8 @@ class LayerReader:
         try:
             is_yaml = path.suffix in (".yaml", ".yml")
             data = parse_yaml(text) or {} if is_yaml else parse_toml(text)
+        except GivenTwice as e:
+            raise SettingsError(f"{file}: {plain(e)}; remove one") from None
         # a hostile file can break a reader in many ways, such as by deep nesting
         except Exception as e:
             raise SettingsError(f"{file}: {plain(e)}; {SETTINGS_ARE}") from None

@@ -72,7 +72,11 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
         )
     kept = [w for w in weights if w is not None]
     if min(kept) < 0 or not 0 < sum(kept) < float("inf"):
-        raise ValueError(f"the weights {' '.join(values[::2])[:200]} must not be below 0 nor all 0")
+        what = f"the weights {' '.join(values[::2])[:200]} must not be below 0 nor all 0"
+        # inf and nan, which float() reads from words
+        if not all(map(math.isfinite, kept)):
+            what += ", and each must be a number"
+        raise ValueError(what)
     return kept, prefixes
 
 

@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from meshwright.base.errors import IO as IO_ERROR
 from meshwright.base.errors import UserError, bad_data
 from meshwright.base.files import replacing, write_lines
+from meshwright.base.hints import near_path
 from meshwright.base.progress import SkippedLines, progress_bar
 from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM
@@ -152,7 +152,10 @@ def map_lines(path: str) -> mmap.mmap | bytes:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise bad_data(f"{path}: {error.strerror}") from None
+        hint = ""
+        if isinstance(error, FileNotFoundError):
+            hint = near_path(path) or "; give files of JSON lines that are there"
+        raise bad_data(f"{path} cannot be read: {error.strerror}{hint}") from None
 
 
 def not_lines(path: str, kind: str) -> str:
@@ -212,9 +215,8 @@ def deduplicate(
                     }
                     listing.write(orjson.dumps(why) + b"\n")
     except OSError as error:
-        raise UserError(
-            f"{error.filename or output}: {error.strerror or error}", IO_ERROR
-        ) from None
+        error.filename = error.filename or output  # a full disk names none; main adds the advice
+        raise
     return out
 
 

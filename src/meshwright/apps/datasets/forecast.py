@@ -12,6 +12,7 @@ from meshwright.base import console
 from meshwright.config import data_paths
 from meshwright.config.problem import FLAGS, SettingsError
 from meshwright.config.schema import TrainConfig
+from meshwright.data import tokenizers
 from meshwright.data.blend import blend_order
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.sets import (
@@ -32,6 +33,10 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
         raise SettingsError(
             "{mock_data=True}: random tokens have no source; there is nothing to plan"
         )
+    # Of token files that a training would refuse there is nothing to count.
+    folder = tokenizers.find_of_data(data_paths.prefixes(config.data))
+    if folder is not None:
+        tokenizers.resolve_for_data(config.tokenizer, folder)
     config = count_epochs(config)
     # Sets may read the same files, which are opened once.
     indexed = functools.cache(Indexed)

@@ -12,13 +12,20 @@ from typing import BinaryIO
 
 import orjson
 
-from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.errors import bad_data
 from meshwright.base.files import write_lines
 from meshwright.base.progress import SkippedLines
 from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM, codec_of, to_utf8
 from meshwright.data.text.divide import whole
-from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, SkipReport, suffix_of, walk
+from meshwright.data.text.folders import (
+    OTHER_SUFFIX,
+    PACKED,
+    NameFilter,
+    SkipReport,
+    suffix_of,
+    walk,
+)
 from meshwright.data.text.jsonl import parse_line
 from meshwright.data.text.plain import decode
 from meshwright.data.text.records import Document, ReadOptions, Rejected, TextPlace, too_long
@@ -66,7 +73,8 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool)
 
         out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite)
     except OSError as error:
-        raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
+        error.filename = error.filename or output  # a full disk names none; main adds the advice
+        raise
     return out
 
 
@@ -95,7 +103,12 @@ def _passed_over(root: Path, read: set[Path]) -> SkipReport:
         if Path(path).suffix in ENDINGS:
             passed.note("in folders of this one")
         else:
-            passed.note(OTHER_SUFFIX + (suffix_of(path) or "no suffix"))
+            # A packed file has the suffix of what is in it, and is not read for the other one.
+            packed = Path(path).suffix.lower()
+            known = suffix_of(path)
+            if packed in PACKED and known != packed:
+                known += packed
+            passed.note(OTHER_SUFFIX + (known or "no suffix"))
     return passed
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from meshwright.base.files import read_small, read_table
+from meshwright.base.files import read_small, read_table, unique_keys
 from meshwright.base.hints import did_you_mean
 from meshwright.config.fields import group_values, spelling, with_settings
 from meshwright.config.length_schedule import LengthSchedule
@@ -305,17 +304,9 @@ def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[s
 
 def read_deepspeed(path: str) -> dict[str, Any]:
     """Return the file's object; ValueError says what is wrong, such as a repeated key."""
-
-    # Python's reader would take the last of equal keys, silently.
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(k for k, _ in pairs)
-        if repeated := next((k for k, count in counts.items() if count > 1), None):
-            raise ValueError(f'"{repeated}" is given twice')
-        return dict(pairs)
-
     try:
         found = json.loads(
-            read_small(path, JSON_LIMIT, pipes=True).decode(), object_pairs_hook=unique
+            read_small(path, JSON_LIMIT, pipes=True).decode(), object_pairs_hook=unique_keys
         )
     except OSError as error:
         raise ValueError(error.strerror) from None

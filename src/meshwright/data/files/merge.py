@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +29,13 @@ from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import BLOCK, FileColumn, Index, Indexed
-from meshwright.data.files.writer import Writer, is_made
+from meshwright.data.files.writer import Writer, is_made, origin_path
 
 # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 COPIES_AT_ONCE = 8
+# what preprocess --shard calls its files; see InputShard.suffix
+PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,5})-of-(?P<count>[0-9]{1,5})(?P<key>_.+)")
+MOST_NAMED = 5  # of the parts that are not merged
 PROBE_TOKENS = 1 << 14  # tokens at both ends of each shard that are read again at the end
 KERNEL_STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
 # The kernel cannot copy between these two files, but reading and writing can.
@@ -94,6 +99,8 @@ def merge_pairs(
     is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)
     if is_other and is_made(output_prefix, made_from, overwrite):
         return None
+    for line in lacking_parts(prefixes):
+        notice(line)
     if tokenizer_folder and lacking:
         notice(
             f"{lacking[0]} does not say which tokenizer made it, so none is kept beside {output_prefix}"
@@ -107,6 +114,32 @@ def merge_pairs(
             tokenizers.keep_beside(tokenizer, output_prefix)
 
     return join_pairs(prefixes, output_prefix, together, keep)
+
+
+def lacking_parts(prefixes: list[str]) -> list[str]:
+    """Return a warning for each input that `preprocess --shard` divided if a part is not here.
+
+    A part without text has no files, so that this is no error.
+    """
+    found = defaultdict[tuple[str, str, int], set[int]](set)
+    for prefix in prefixes:
+        made_from, _ = origin.read_origin(origin_path(prefix))
+        settings = made_from.get("settings")
+        shard = settings.get("shard") if isinstance(settings, dict) else None
+        # Files may have been renamed since; then their names say nothing of what belongs together.
+        name = PART_NAME.fullmatch(Path(prefix).name)
+        if shard and name:
+            found[name["stem"], name["key"], int(name["count"])].add(int(name["number"]))
+    out = []
+    for (stem, key, count), numbers in found.items():
+        missing = [f"{n}/{count}" for n in range(1, count + 1) if n not in numbers]
+        if missing:
+            named = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
+            out.append(
+                f"warning: {len(missing):,} of the {count:,} parts of {stem}{key} are not merged (--shard {named}); "
+                "merge again with them, unless they have no text"
+            )
+    return out
 
 
 def join_pairs(

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from meshwright.base.errors import IO, UserError, bad_data
-from meshwright.data.text import limits
+from meshwright.base.errors import bad_data
+from meshwright.data.text import folders, limits
 from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import DAMAGES
 from meshwright.data.text.records import TextPlace, shown
@@ -154,8 +154,8 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
                     lacking = True
                     break
     except OSError as error:
-        raise UserError(
-            f"{shown(path)} cannot be read at byte {begin:,}: {error.strerror or error}", IO
+        raise folders.interrupted(
+            f"{shown(path)} cannot be read at byte {begin:,}", error
         ) from None
     if not stop and not lacking:
         stop = len(data)

@@ -275,6 +275,14 @@ def unreadable(path: str, error: OSError) -> UserError:
     )
 
 
+def interrupted(what: str, error: OSError) -> UserError:
+    """Return the error for a file that could be read when the inputs were found, and now cannot."""
+    why = error.strerror or error
+    if isinstance(error, FileNotFoundError):
+        why = "it has vanished"
+    return UserError(f"{what}: {why}; start again when it is there and readable", IO)
+
+
 def chosen(
     folder: str, name_filter: NameFilter, passed: SkipReport
 ) -> Iterator[tuple[str, os.stat_result]]:

@@ -107,12 +107,19 @@ def parse_laxly(line: bytes, place: TextPlace) -> Any:
         at = error.start
         return Rejected(NOT_UTF8, place, f"byte 0x{line[at]:02x} at column {at + 1}")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number)
     except json.JSONDecodeError as error:
         return Rejected("not JSON", place, f"{error.msg} at column {error.colno}")
-    # a number of thousands of digits, endless brackets
-    except (ValueError, RecursionError) as error:
-        return Rejected("not JSON", place, str(error))
+    except RecursionError:
+        return Rejected("not JSON", place, "its brackets are nested too deeply")
+
+
+def _whole_number(digits: str) -> float:
+    """Return a number of JSON, also one of more digits than Python turns into an int."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
 
 
 def explain_lack(record: dict[str, Any], key: str, place: TextPlace) -> Rejected:

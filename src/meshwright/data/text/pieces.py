@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import BinaryIO, TypeVar
 
-from meshwright.base.errors import IO, UserError
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import (
     archives,
     charsets,
     containers,
     detect,
+    folders,
     formats,
     hub_sets,
     limits,
@@ -130,10 +130,7 @@ class WholeFile(Part):
                     file.seek(0)
                 return containers.unpacked(file).read(limits.LONGEST + 1)
         except OSError as error:
-            why = error.strerror or error
-            if isinstance(error, FileNotFoundError):
-                why = "it has vanished"
-            raise UserError(f"{shown(self.path)} cannot be read: {why}; start again", IO) from None
+            raise folders.interrupted(f"{shown(self.path)} cannot be read", error) from None
 
 
 def read_file(content: Slice, reader: str, options: ReadOptions) -> Iterator[Record]:
@@ -334,9 +331,7 @@ def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Pi
     except DAMAGES as error:
         yield Piece(number, path, (UnreadPart(path, cut_short(path, error)),))
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read to its end: {error.strerror or error}", IO
-        ) from None
+        raise folders.interrupted(f"{shown(path)} cannot be read to its end", error) from None
     finally:
         if path != "-":  # the standard input belongs to the caller
             file.close()

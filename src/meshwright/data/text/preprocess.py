@@ -258,14 +258,15 @@ class PreprocessPlan:
         tokenizers.keep_beside(self.tokenizer, writer.prefix)
 
     def find_changed(self) -> str:
-        """Name an input that grew or shrank while it was read: half of it is of another version."""
+        """Name an input that changed while it was read: half of it may be of another version."""
         for source, state in zip(self.inputs.inputs, self.states, strict=True):
             if not source.bytes or state_of(source) == state:
                 continue
             sizes = ""
             if not source.files:
                 size, _ = _size_and_time(source.path)
-                sizes = f" ({source.bytes:,} bytes then, {size:,} now)"
+                if size != source.bytes:
+                    sizes = f" ({source.bytes:,} bytes then, {size:,} now)"
             return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
         return ""
 
@@ -281,10 +282,11 @@ class PreprocessPlan:
                 reasons = why_nothing(self.read_inputs(totals), p)
                 reason = "".join(f" ({line})" for line in reasons)
                 paths = ", ".join(map(shown, p.input))
-                part = f"part {p.shard} of " if p.shard else ""
-                raise bad_data(
-                    f"no token under {key!r} in {part}{paths}{reason}: nothing was written"
-                )
+                what = f"no token under {key!r} in {paths}{reason}: nothing was written"
+                if p.shard:
+                    what = f"no token under {key!r} in part {p.shard} of {paths}{reason}: nothing was written"
+                    what += "; the other parts can be merged without it"
+                raise bad_data(what)
 
 
 class Share:
