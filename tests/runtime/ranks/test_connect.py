@@ -61,6 +61,7 @@ SLURM |= dict(SLURM_NODELIST="node[07-08]", SLURM_JOB_ID="77", SLURM_STEP_ID="0"
 UNEVEN = dict(
     SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="2,1(x2)", MASTER_PORT="1234"
 )
+BY_HAND = dict(SLURM_PROCID="1", SLURM_NTASKS="2", MASTER_ADDR="localhost", MASTER_PORT="1234")
 OMPI = {
     f"OMPI_COMM_WORLD_{n}": v
     for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))
@@ -90,6 +91,19 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
         (
             {n: v for n, v in SLURM.items() if n != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"},
             World(),
+        ),
+        # set by hand, without the number of ranks on this node
+        (BY_HAND, World(1, 2, 1, 2, "localhost", 1234, "srun")),
+        (BY_HAND | {"SLURM_LOCALID": "1"}, World(1, 2, 1, 2, "localhost", 1234, "srun")),
+        (BY_HAND | {"MASTER_ADDR": "m", "SLURM_NNODES": "1"}, World(1, 2, 1, 2, "m", 1234, "srun")),
+        (
+            BY_HAND | {"MASTER_ADDR": "m", "SLURM_NTASKS_PER_NODE": "2"},
+            World(1, 2, 1, 2, "m", 1234, "srun"),
+        ),
+        (BY_HAND | {"MASTER_ADDR": "m"}, World(1, 2, 0, 1, "m", 1234, "srun")),
+        (
+            {n: v for n, v in TORCH.items() if n != "LOCAL_WORLD_SIZE"},
+            World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE"),
         ),
         (OMPI | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "OpenMPI")),
         (HYDRA | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "MPI")),
@@ -167,6 +181,10 @@ def test_tasks_per_node() -> None:
             "set MASTER_ADDR",
         ),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+            "set MASTER_ADDR to rank 0's node, which is localhost if all are on this machine",
+        ),
         (SLURM | {"SLURM_TASKS_PER_NODE": "2(x0)"}, "x0 is not a number of nodes"),
     ],
 )
@@ -215,6 +233,14 @@ def test_started_by(launcher: str, size: int, tmp_path: Path) -> None:
     report = json.loads(texts[0])
     assert report["launcher"] == launcher
     assert [r[:3] for r in report["ranks"]] == [[r, r, size] for r in range(size)]
+
+
+def test_ranks_that_guess_how_many_share_their_node(tmp_path: Path) -> None:
+    """Rank 0 takes itself to be alone on its node, and rank 1 takes two to be there."""
+    port = free_port()
+    given = [torch_variables(port, r, 2, LOCAL_WORLD_SIZE=f"{r + 1}") for r in range(2)]
+    statuses, texts = started(given, tmp_path)
+    assert statuses == [0, 0], texts
 
 
 @pytest.mark.parametrize("agent", [False, True])
@@ -509,4 +535,4 @@ def test_a_long_wait_says_for_whom(
     assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"
     with pytest.raises(UserError, match="missing: rank 1.*`unset RANK WORLD_SIZE`"):
         connect.meet_all(dist.HashStore(), 0, 2, until, advice=OR_UNSET)
-    assert "up to 0 s more; start them or, for one process, `unset RANK" in capfd.readouterr().err
+    assert "up to 0 s more; start it or, for one process, `unset RANK" in capfd.readouterr().err
