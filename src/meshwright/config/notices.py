@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.base.storage import addresses
 from meshwright.config import data_paths
 from meshwright.config.fields import group_values, spelling
-from meshwright.config.schema import Data, Model, TrainConfig
+from meshwright.config.schema import Data, Model, TokenizerFlags, TrainConfig
 
 # Conditions in `needs` of flags: each name follows "has no effect without".
 CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
@@ -57,19 +57,28 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--sample-interval": lambda c: c.logging.sample_interval,
     "--eval-tasks": lambda c: c.logging.eval_tasks,
 }
+# The files that types of tokenizers read; the others read --tokenizer-model alone.
+VOCABULARY_FILES: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "ByteTokenizer": (),
+    "NullTokenizer": (),
+}
 
 
 def without_effect(config: Any) -> list[str]:
     """Return notes about flags that are valid and have no effect together with the others."""
+    unread = unread_files(getattr(config, "tokenizer", None))
     if not isinstance(config, TrainConfig):
-        return []
+        return unread
     c = config
     m = c.model
     t = c.training
     d = c.data
     g = c.logging
     o = c.optimizer
-    out = []
+    out = unread
     # Each field names the conditions under which it counts.
     for group in group_values(c):
         defaults = type(group)()
@@ -109,6 +118,23 @@ def without_effect(config: Any) -> list[str]:
     if g.log_timers_to_tensorboard and g.timing_log_level == "0":
         out.append("--log-timers-to-tensorboard logs only iterations with --timing-log-level 0")
     return out
+
+
+def unread_files(t: Any) -> list[str]:
+    """Return notes about files of a vocabulary that the type of the tokenizer does not read."""
+    if not isinstance(t, TokenizerFlags) or t.tokenizer is not None:
+        return []  # that one is refused beside them
+    read = VOCABULARY_FILES.get(t.tokenizer_type, ("tokenizer_model",))
+    named = [n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(t, n)]
+    # Without any file that it reads, the type itself says which it needs.
+    if read and not set(read) & set(named):
+        return []
+    return [
+        f"{spelling(name)} is not read by {t.tokenizer_type}"
+        + (f", which takes {' and '.join(map(spelling, read))}" if read else "")
+        for name in named
+        if name not in read
+    ]
 
 
 def has_address(config: Any) -> bool:
