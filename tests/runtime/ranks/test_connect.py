@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -146,6 +147,23 @@ def test_each_job_has_its_port() -> None:
         == find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
     )
     assert 20000 <= (find_world(OMPI | {"PMIX_NAMESPACE": "host.7"}).port or 0) < 30000
+
+
+def test_ranks_of_mpi_in_scripts_compute_one_port(tmp_path: Path) -> None:
+    """Each rank of `mpiexec bash script` has a parent of its own, the script's shell."""
+    find = "import os; from meshwright.runtime.ranks.world import find_world as f; print(f(os.environ).port)"
+    script = tmp_path / "script.sh"
+    script.write_text(f"{sys.executable} -c '{find}'\ntrue\n")
+    ports = {
+        subprocess.run(
+            ["bash", script],
+            env=os.environ | {"PMI_RANK": f"{rank}", "PMI_SIZE": "2"},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for rank in range(2)
+    }
+    assert len(ports) == 1 and ports != {b"None\n"}
 
 
 def test_first_host() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.base.errors import UserError
 from meshwright.config.problem import SettingsError
+from meshwright.runtime.ranks.processes import inspect_process
 
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
 # set by an elastic launch for its ranks: with how many it starts, and why
@@ -118,14 +119,25 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
             raise UserError(
                 f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there"
             )
-        # Processes of one job have its number in common, or their parent on one node.
-        port = _port(job or str(os.getppid()))
+        # Processes of one job have its number in common, or their launcher on one node.
+        port = _port(job or str(_started_by(f"{prefix}RANK", environ)))
     if local_rank is None:
         local_rank = rank
     if count is None:
         count = size
     world = World(rank, size, local_rank, count, address, port, by)
     return _checked(world, f"{prefix}RANK", f"{prefix}SIZE")
+
+
+def _started_by(variable: str, environ: Mapping[str, str]) -> int:
+    """Return the process that gave this rank its variable: scripts may lie between the two."""
+    pid = os.getppid()
+    while pid > 1:
+        _, parent, inherited = inspect_process(pid)
+        if inherited.get(variable) != environ[variable]:
+            return pid
+        pid = parent
+    return os.getppid()
 
 
 def in_srun(environ: Mapping[str, str]) -> bool:
