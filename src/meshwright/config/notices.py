@@ -10,7 +10,9 @@ from typing import Any
 
 from meshwright.base.storage import addresses
 from meshwright.config import data_paths
-from meshwright.config.fields import group_values, spelling
+from meshwright.config.dialects import old_switches
+from meshwright.config.fields import group_values
+from meshwright.config.problem import FLAGS, Wording
 from meshwright.config.schema import Data, Model, TokenizerFlags, TrainConfig
 
 # Conditions in `needs` of flags: each name follows "has no effect without".
@@ -67,9 +69,16 @@ VOCABULARY_FILES: dict[str, tuple[str, ...]] = {
 }
 
 
-def without_effect(config: Any) -> list[str]:
+def without_effect(config: Any, words: Wording = FLAGS) -> list[str]:
     """Return notes about flags that are valid and have no effect together with the others."""
-    unread = unread_files(getattr(config, "tokenizer", None))
+
+    def name(of: str) -> str:
+        """Return how a setting was given, which may be by another program's switch."""
+        switches = (switch for switch, (target, _) in old_switches().items() if target == of)
+        given = [of, *switches]
+        return words.name(next((one for one in given if one in words.given), of))
+
+    unread = unread_files(getattr(config, "tokenizer", None), name)
     if not isinstance(config, TrainConfig):
         return unread
     c = config
@@ -87,7 +96,7 @@ def without_effect(config: Any) -> list[str]:
                 continue
             for condition in f.metadata["needs"]:
                 if not CONDITIONS[condition](c):
-                    out.append(f"{spelling(f.name)} has no effect without {condition}")
+                    out.append(f"{name(f.name)} has no effect without {condition}")
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
         is_divided = not d.mock_data and (d.data_path or d.data_args_path)
@@ -120,7 +129,7 @@ def without_effect(config: Any) -> list[str]:
     return out
 
 
-def unread_files(t: Any) -> list[str]:
+def unread_files(t: Any, name: Callable[[str], str]) -> list[str]:
     """Return notes about files of a vocabulary that the type of the tokenizer does not read."""
     if not isinstance(t, TokenizerFlags) or t.tokenizer is not None:
         return []  # that one is refused beside them
@@ -130,10 +139,10 @@ def unread_files(t: Any) -> list[str]:
     if read and not set(read) & set(named):
         return []
     return [
-        f"{spelling(name)} is not read by {t.tokenizer_type}"
-        + (f", which takes {' and '.join(map(spelling, read))}" if read else "")
-        for name in named
-        if name not in read
+        f"{name(file)} is not read by {t.tokenizer_type}"
+        + (f", which takes {' and '.join(map(name, read))}" if read else "")
+        for file in named
+        if file not in read
     ]
 
 
