@@ -270,6 +270,9 @@ REFUSED = {
     "train.dist.pipeline_num_layers=12": "pipeline_num_layers 12 must be model.cfg.num_layers 24",
     "train.evaluation.eval_after_n_epoch=1": "refused: saves and validations are counted in steps; give None",
     "dataloader.train.dataset[0].mask=1": "dataloader.train.dataset: mask is no setting here",
+    "train.warmup_ratio=abc": "train.warmup_ratio=abc must be a number, such as 0",
+    "train.amp.enabled=no": "train.amp.enabled=no must be True or False, such as True",
+    "train.train_epoch=two": "train.train_epoch=two must be a number, such as 0",
     "dataloader.train.dataset[3].seed=1": "no table dataloader.train.dataset.3",
 }
 
@@ -409,8 +412,12 @@ def test_bad_input_ends_in_a_sentence(
     )
     from meshwright.base.errors import UserError
 
-    for word in ("train.train_iter=abc", "train.dist.tensor_parallel_size=0", "optim.betas=3"):
-        with pytest.raises(UserError, match="lacks a setting, or has one of another kind"):
+    for word, said in (
+        ("train.train_iter=abc", "must be a number, such as"),
+        ("train.dist.tensor_parallel_size=0", "tensor_parallel_size 0 must be above 0"),
+        ("optim.betas=3", "lacks a setting, or has one of another kind"),
+    ):
+        with pytest.raises(UserError, match=said):
             tool.train(["--config-file", CONFIG, word])
     (clone / "configs/few.py").write_text("train = dict()")
     with pytest.raises(

@@ -555,6 +555,16 @@ def test_flags_without_effect_are_reported_once(capsys):
     without = "--local-dir has no effect without an address such as s3://bucket/run"
     assert parse("--local-dir", "d", "--save", "r").notices == [without]
     assert parse("--local-dir", "d", "--data-path", "s3://b/x", "--save", "r").notices == []
+    assert parse("--use-distributed-optimizer").notices == [
+        "--use-distributed-optimizer has no effect without several data-parallel ranks"
+    ]
+    gpt2 = "--vocab-file v --merge-file m".split()
+    unread = "--tokenizer-model is not read by GPT2BPETokenizer, which takes --vocab-file and --merge-file"
+    assert parse(*gpt2, "--tokenizer-model", "t").notices == [unread]
+    assert parse("--vocab-file", "v", "--tokenizer-type", "BertWordPieceCase").notices == []
+    llama = "--tokenizer-type Llama2Tokenizer --tokenizer-model t".split()
+    unread = "is not read by Llama2Tokenizer, which takes --tokenizer-model"
+    assert parse(*gpt2, *llama).notices == [f"--vocab-file {unread}", f"--merge-file {unread}"]
     assert parse("--profile").notices == ["--profile has no effect without --save or --run-dir"]
 
 

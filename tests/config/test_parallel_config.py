@@ -212,10 +212,13 @@ def test_evaluation_uses_all_ranks():
             "--sequence-parallel",
             "--sequence-parallel has no effect without --tensor-model-parallel-size above 1",
         ),
-        ("--zero-stage 2", "--zero-stage has no effect without several data-parallel ranks"),
+        (
+            "--zero-stage 2",
+            "--zero-stage has no effect without several data-parallel ranks",
+        ),
         (
             "--use-distributed-optimizer",
-            "--zero-stage has no effect without several data-parallel ranks",
+            "--use-distributed-optimizer has no effect without several data-parallel ranks",
         ),
         (
             f"{W} 2 --use-distributed-optimizer --zero-stage 3",

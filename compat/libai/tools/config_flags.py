@@ -116,8 +116,15 @@ def to_flags(
     settings = {
         key.replace("optim.parameters.", "optim.params."): value for key, value in settings.items()
     }
-    sizes = (settings[f"train.dist.{way}_parallel_size"] for way in ("tensor", "pipeline"))
-    copies = max(1, world // math.prod(sizes))
+    if odd := of_other_kinds(settings, usual):
+        raise UserError("\n  ".join(odd))
+    sizes = {
+        key: settings[key]
+        for key in (f"train.dist.{way}_parallel_size" for way in ("tensor", "pipeline"))
+    }
+    if small := [f"{key} {size} must be above 0" for key, size in sizes.items() if size < 1]:
+        raise UserError("\n  ".join(small))
+    copies = max(1, world // math.prod(sizes.values()))
     given, wrong, notes = dict[str, str](), list[str](), dict[str, None]()
     if epochs := settings.pop("train.train_epoch", 0):
         length, steps = settings["train.train_iter"] or 0, steps_of(epochs, settings, copies)
@@ -127,7 +134,7 @@ def to_flags(
         )
         notes[f"the length is the larger of {said}"] = None
     for key, value in settings.items():
-        ignored = next((k for k in IDLE if key == k or key.startswith(f"{k}.")), None)
+        ignored = idle_name(key)
         if flag := FLAGS.get(key):
             if value is not None and given.setdefault(flag, str(value)) != str(value):
                 wrong.append(
@@ -152,6 +159,21 @@ def to_flags(
     if settings.get("train.warmup_ratio"):
         notes["the decay starts after the warm-up, as Megatron's; LiBai's starts at step 0"] = None
     return out, list(notes)
+
+
+def of_other_kinds(settings: dict[str, Any], usual: dict[str, Any]) -> list[str]:
+    """Return what to say of texts where LiBai's config has a number or a switch."""
+    kinds = {bool: "True or False", int: "a number", float: "a number"}
+    return [
+        f"{key}={settings[key]} must be {kinds[type(value)]}, such as {value}"
+        for key, value in usual.items()
+        if type(value) in kinds and isinstance(settings.get(key), str) and not idle_name(key)
+    ]
+
+
+def idle_name(key: str) -> str | None:
+    """Return the entry of the settings without effect that a key belongs to."""
+    return next((k for k in IDLE if key == k or key.startswith(f"{k}.")), None)
 
 
 def target(settings: dict[str, Any], key: str, known: dict[str, Any]) -> Any:

@@ -209,7 +209,7 @@ def _resolve(
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
     reader.notices += _from_environment(sources) + (
-        notices.without_effect(built) if is_complete else []
+        notices.without_effect(built, words) if is_complete else []
     )
     reader.notices += _unused(cls, layers[-1][1])
     if choices and isinstance(built, TrainConfig):
@@ -738,6 +738,8 @@ class LayerReader:
             return  # a file for several commands
         try:
             out[name] = convert_value(bool, value)
+            if out[name]:
+                self.given[name] = given
             if out[name] or name in self.ignored:
                 self.ignored[name] = out[name]
         except ValueError as error:

@@ -10,8 +10,10 @@ from typing import Any
 
 from meshwright.base.storage import addresses
 from meshwright.config import data_paths
-from meshwright.config.fields import group_values, spelling
-from meshwright.config.schema import Data, Model, TrainConfig
+from meshwright.config.dialects import old_switches
+from meshwright.config.fields import group_values
+from meshwright.config.problem import FLAGS, Wording
+from meshwright.config.schema import Data, Model, TokenizerFlags, TrainConfig
 
 # Conditions in `needs` of flags: each name follows "has no effect without".
 CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
@@ -57,19 +59,35 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--sample-interval": lambda c: c.logging.sample_interval,
     "--eval-tasks": lambda c: c.logging.eval_tasks,
 }
+# The files that types of tokenizers read; the others read --tokenizer-model alone.
+VOCABULARY_FILES: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "ByteTokenizer": (),
+    "NullTokenizer": (),
+}
 
 
-def without_effect(config: Any) -> list[str]:
+def without_effect(config: Any, words: Wording = FLAGS) -> list[str]:
     """Return notes about flags that are valid and have no effect together with the others."""
+
+    def name(of: str) -> str:
+        """Return how a setting was given, which may be by another program's switch."""
+        switches = (switch for switch, (target, _) in old_switches().items() if target == of)
+        given = [of, *switches]
+        return words.name(next((one for one in given if one in words.given), of))
+
+    unread = unread_files(getattr(config, "tokenizer", None), name)
     if not isinstance(config, TrainConfig):
-        return []
+        return unread
     c = config
     m = c.model
     t = c.training
     d = c.data
     g = c.logging
     o = c.optimizer
-    out = []
+    out = unread
     # Each field names the conditions under which it counts.
     for group in group_values(c):
         defaults = type(group)()
@@ -78,7 +96,7 @@ def without_effect(config: Any) -> list[str]:
                 continue
             for condition in f.metadata["needs"]:
                 if not CONDITIONS[condition](c):
-                    out.append(f"{spelling(f.name)} has no effect without {condition}")
+                    out.append(f"{name(f.name)} has no effect without {condition}")
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
         is_divided = not d.mock_data and (d.data_path or d.data_args_path)
@@ -109,6 +127,23 @@ def without_effect(config: Any) -> list[str]:
     if g.log_timers_to_tensorboard and g.timing_log_level == "0":
         out.append("--log-timers-to-tensorboard logs only iterations with --timing-log-level 0")
     return out
+
+
+def unread_files(t: Any, name: Callable[[str], str]) -> list[str]:
+    """Return notes about files of a vocabulary that the type of the tokenizer does not read."""
+    if not isinstance(t, TokenizerFlags) or t.tokenizer is not None:
+        return []  # that one is refused beside them
+    read = VOCABULARY_FILES.get(t.tokenizer_type, ("tokenizer_model",))
+    named = [n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(t, n)]
+    # Without any file that it reads, the type itself says which it needs.
+    if read and not set(read) & set(named):
+        return []
+    return [
+        f"{name(file)} is not read by {t.tokenizer_type}"
+        + (f", which takes {' and '.join(map(name, read))}" if read else "")
+        for file in named
+        if file not in read
+    ]
 
 
 def has_address(config: Any) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -61,6 +62,7 @@ SLURM |= dict(SLURM_NODELIST="node[07-08]", SLURM_JOB_ID="77", SLURM_STEP_ID="0"
 UNEVEN = dict(
     SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="2,1(x2)", MASTER_PORT="1234"
 )
+BY_HAND = dict(SLURM_PROCID="1", SLURM_NTASKS="2", MASTER_ADDR="localhost", MASTER_PORT="1234")
 OMPI = {
     f"OMPI_COMM_WORLD_{n}": v
     for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))
@@ -90,6 +92,19 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
         (
             {n: v for n, v in SLURM.items() if n != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"},
             World(),
+        ),
+        # set by hand, without the number of ranks on this node
+        (BY_HAND, World(1, 2, 1, 2, "localhost", 1234, "srun")),
+        (BY_HAND | {"SLURM_LOCALID": "1"}, World(1, 2, 1, 2, "localhost", 1234, "srun")),
+        (BY_HAND | {"MASTER_ADDR": "m", "SLURM_NNODES": "1"}, World(1, 2, 1, 2, "m", 1234, "srun")),
+        (
+            BY_HAND | {"MASTER_ADDR": "m", "SLURM_NTASKS_PER_NODE": "2"},
+            World(1, 2, 1, 2, "m", 1234, "srun"),
+        ),
+        (BY_HAND | {"MASTER_ADDR": "m"}, World(1, 2, 0, 1, "m", 1234, "srun")),
+        (
+            {n: v for n, v in TORCH.items() if n != "LOCAL_WORLD_SIZE"},
+            World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE"),
         ),
         (OMPI | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "OpenMPI")),
         (HYDRA | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "MPI")),
@@ -134,6 +149,23 @@ def test_each_job_has_its_port() -> None:
     assert 20000 <= (find_world(OMPI | {"PMIX_NAMESPACE": "host.7"}).port or 0) < 30000
 
 
+def test_ranks_of_mpi_in_scripts_compute_one_port(tmp_path: Path) -> None:
+    """Each rank of `mpiexec bash script` has a parent of its own, the script's shell."""
+    find = "import os; from meshwright.runtime.ranks.world import find_world as f; print(f(os.environ).port)"
+    script = tmp_path / "script.sh"
+    script.write_text(f"{sys.executable} -c '{find}'\ntrue\n")
+    ports = {
+        subprocess.run(
+            ["bash", script],
+            env=os.environ | {"PMI_RANK": f"{rank}", "PMI_SIZE": "2"},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for rank in range(2)
+    }
+    assert len(ports) == 1 and ports != {b"None\n"}
+
+
 def test_first_host() -> None:
     nodes = "node07 node[01-03,07] a,b node[01,07],gpu5 rack[1-2]n[3,5].cluster gpu5,node[01-02]"
     assert [
@@ -167,6 +199,10 @@ def test_tasks_per_node() -> None:
             "set MASTER_ADDR",
         ),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+            "set MASTER_ADDR to rank 0's node, which is localhost if all are on this machine",
+        ),
         (SLURM | {"SLURM_TASKS_PER_NODE": "2(x0)"}, "x0 is not a number of nodes"),
     ],
 )
@@ -215,6 +251,14 @@ def test_started_by(launcher: str, size: int, tmp_path: Path) -> None:
     report = json.loads(texts[0])
     assert report["launcher"] == launcher
     assert [r[:3] for r in report["ranks"]] == [[r, r, size] for r in range(size)]
+
+
+def test_ranks_that_guess_how_many_share_their_node(tmp_path: Path) -> None:
+    """Rank 0 takes itself to be alone on its node, and rank 1 takes two to be there."""
+    port = free_port()
+    given = [torch_variables(port, r, 2, LOCAL_WORLD_SIZE=f"{r + 1}") for r in range(2)]
+    statuses, texts = started(given, tmp_path)
+    assert statuses == [0, 0], texts
 
 
 @pytest.mark.parametrize("agent", [False, True])
@@ -509,4 +553,4 @@ def test_a_long_wait_says_for_whom(
     assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"
     with pytest.raises(UserError, match="missing: rank 1.*`unset RANK WORLD_SIZE`"):
         connect.meet_all(dist.HashStore(), 0, 2, until, advice=OR_UNSET)
-    assert "up to 0 s more; start them or, for one process, `unset RANK" in capfd.readouterr().err
+    assert "up to 0 s more; start it or, for one process, `unset RANK" in capfd.readouterr().err

@@ -136,9 +136,9 @@ def test_who_has_lost_torchrun(
         return known[pid], pids[pids.index(pid) + 1], environ if known[pid] == without else {}
 
     monkeypatch.setattr(os, "getppid", lambda: pids[0])
-    monkeypatch.setattr(orphans, "_inspect", look_at)
+    monkeypatch.setattr(orphans, "inspect_process", look_at)
     monkeypatch.setattr(
-        orphans, "_read_proc", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode()
+        orphans, "read_proc", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode()
     )
     assert orphans._has_lost_torchrun(environ) is lost
 

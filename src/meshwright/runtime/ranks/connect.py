@@ -162,8 +162,11 @@ def _connect_groups(
 
     probe = None
     groups = connect_tree(store, world.rank, world.size, timeout)
-    # Between nodes a firewall may allow only the store's port.
-    if world.size > world.local_size and "gloo" in backend:  # each rank will connect to each
+    # Between nodes a firewall may allow only the store's port. Rank 0 decides for all, since a rank
+    # without its launcher's variables guesses how many are on its node.
+    if world.rank == 0:
+        store.set("spans nodes", str(world.size > world.local_size))
+    if store.get("spans nodes") == b"True" and "gloo" in backend:  # each rank will connect to each
         probe = dist.ProcessGroupGloo(PrefixStore("probe", store), world.rank, world.size, timeout)
     if device is not None:
         torch.accelerator.set_device_index(device)
@@ -457,7 +460,8 @@ def _await_verdict(
         if is_silent and now - began > SILENCE and (missing := _find_missing(store, size)):
             is_silent = False
             text = f"waiting for {noun} {format_ranks(missing)}, up to {max(until - now, 0):.0f} s more"
-            text += f"; start them{advice}" if advice else ""
+            them = "it" if len(missing) == 1 else "them"
+            text += f"; start {them}{advice}" if advice else ""
             print(text, file=sys.stderr, flush=True)
         if now > listed_at:
             listed_at += LISTING_SECONDS

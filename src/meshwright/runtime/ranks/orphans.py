@@ -8,7 +8,6 @@ or through a program between; there a thread waits for the end of those processe
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.base.errors import UNEXPECTED
+from meshwright.runtime.ranks.processes import inspect_process, read_proc
 from meshwright.runtime.ranks.world import in_srun
 
 # set by our launcher for its ranks; not a setting, hence the underscore
@@ -92,11 +92,11 @@ def _has_lost_torchrun(environ: Mapping[str, str]) -> bool:
         return False
     pid = os.getppid()
     while pid > 1:
-        name, parent, inherited = _inspect(pid)
+        name, parent, inherited = inspect_process(pid)
         if inherited.get(TORCHRUN) != environ[TORCHRUN]:
             return name in ("systemd", "init")  # of a user, which takes in the children of the dead
         pid = parent
-    first = _read_proc(1, "cmdline").split(b"\0")[0]
+    first = read_proc(1, "cmdline").split(b"\0")[0]
     # in a container, torchrun may be the first process
     return pid == 1 and first != b"" and b"python" not in first
 
@@ -116,7 +116,7 @@ def launchers(environ: Mapping[str, str]) -> list[int]:
     length = 0  # of the chain up to the one that set the variables
     pid = os.getppid()
     while marks and pid > 1:
-        name, parent, inherited = _inspect(pid)
+        name, parent, inherited = inspect_process(pid)
         chain.append(pid)
         for mark in [n for n, value in marks.items() if inherited.get(n) != value]:
             if name in NO_LAUNCHERS:
@@ -124,34 +124,12 @@ def launchers(environ: Mapping[str, str]) -> list[int]:
             del marks[mark]
             length = len(chain)
             # deepspeed starts one more program on each machine, which sets the variables.
-            if mark == DEEPSPEED and parent > 1 and b"deepspeed" in _read_proc(parent, "cmdline"):
+            if mark == DEEPSPEED and parent > 1 and b"deepspeed" in read_proc(parent, "cmdline"):
                 chain.append(parent)
                 length = len(chain)
-                parent = _inspect(parent)[1]
+                parent = inspect_process(parent)[1]
         pid = parent
     return chain[:length]
-
-
-def _inspect(pid: int) -> tuple[str, int, dict[str, str]]:
-    """Return a process's name, its parent and the variables that it was started with.
-
-    Those of another user's process, such as Slurm's daemon, cannot be read; they count as none.
-    """
-    # The file has `pid (name) state parent ...`, and the name may hold brackets.
-    name, _, rest = _read_proc(pid, "stat").partition(b" (")[2].rpartition(b") ")
-    pairs = (pair.partition("=") for pair in os.fsdecode(_read_proc(pid, "environ")).split("\0"))
-    fields = rest.split()
-    return (
-        os.fsdecode(name),
-        int(fields[1]) if len(fields) > 1 else 0,
-        {key: value for key, _, value in pairs},
-    )
-
-
-def _read_proc(pid: int, file: str) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/{file}").read_bytes()
-    return b""
 
 
 def _end_with(pids: list[int]) -> None:

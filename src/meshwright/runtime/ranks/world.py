@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from meshwright.base.errors import UserError
 from meshwright.config.problem import SettingsError
+from meshwright.runtime.ranks.processes import inspect_process
 
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
 # set by an elastic launch for its ranks: with how many it starts, and why
 ATTEMPT = "_MESHWRIGHT_ATTEMPT"
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 VARIABLES = "RANK and WORLD_SIZE"  # the name of a launcher that sets no variable of its own
 OR_UNSET = " or, for one process, `unset RANK WORLD_SIZE`"
 
@@ -73,19 +75,17 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
             raise UserError(
                 f"WORLD_SIZE={size} is set, but {missing} {verb} not; set {them} to where rank 0 listens{OR_UNSET}"
             )
-    one_node = address in ("localhost", "127.0.0.1", "::1")
+    one_node = address in LOOPBACK
     # Without variables of its own, a rank is alone on its node, unless all are on this one.
     given_size = _first_number(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     local_rank = _first_number(environ, "LOCAL_RANK")
-    local_size = given_size
-    if local_size is None:
-        local_size = size if one_node else 1
     if local_rank is None:
         local_rank = flag
-        if local_rank is None:
-            local_rank = rank if one_node else 0
-        if given_size is None:
-            local_size = max(local_size, local_rank + 1)
+    if local_rank is None:
+        local_rank = rank if one_node else 0
+    local_size = given_size
+    if local_size is None:
+        local_size = size if one_node else local_rank + 1
     # Messages name what started the rank, and some code depends on it.
     by = "deepspeed" if "CROSS_RANK" in environ else VARIABLES
     run_id = environ.get("TORCHELASTIC_RUN_ID")
@@ -119,14 +119,25 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
             raise UserError(
                 f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there"
             )
-        # Processes of one job have its number in common, or their parent on one node.
-        port = _port(job or str(os.getppid()))
+        # Processes of one job have its number in common, or their launcher on one node.
+        port = _port(job or str(_started_by(f"{prefix}RANK", environ)))
     if local_rank is None:
         local_rank = rank
     if count is None:
         count = size
     world = World(rank, size, local_rank, count, address, port, by)
     return _checked(world, f"{prefix}RANK", f"{prefix}SIZE")
+
+
+def _started_by(variable: str, environ: Mapping[str, str]) -> int:
+    """Return the process that gave this rank its variable: scripts may lie between the two."""
+    pid = os.getppid()
+    while pid > 1:
+        _, parent, inherited = inspect_process(pid)
+        if inherited.get(variable) != environ[variable]:
+            return pid
+        pid = parent
+    return os.getppid()
 
 
 def in_srun(environ: Mapping[str, str]) -> bool:
@@ -146,7 +157,8 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
         nodes = next((environ[name] for name in names if name in environ), None)
         if not nodes:
             raise UserError(
-                f"srun started {size} ranks without SLURM_NODELIST; set MASTER_ADDR to rank 0's node"
+                f"srun started {size} ranks without SLURM_NODELIST; set MASTER_ADDR to rank 0's node, which is "
+                "localhost if all are on this machine"
             )
         address = first_host(nodes)
     if port is None:
@@ -154,15 +166,21 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
         job = environ.get("SLURM_JOB_ID", "0")
         step = environ.get("SLURM_STEP_ID", "0")
         port = _port(f"{job}.{step}")
-    local_rank = _first_number(environ, "SLURM_LOCALID") or 0
+    # srun says how many tasks a node has; variables set by hand often do not.
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
-    if per_node is not None:
+    if per_node is None:
+        local_size = _first_number(environ, "SLURM_NTASKS_PER_NODE")
+    else:
         node = _first_number(environ, "SLURM_NODEID") or 0
         counts = tasks_per_node(per_node)
         local_size = counts[min(node, len(counts) - 1)]
-    else:
-        given = _first_number(environ, "SLURM_NTASKS_PER_NODE")
-        local_size = local_rank + 1 if given is None else given
+    nodes_of_step = _first_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    is_one_node = local_size == size or nodes_of_step == 1 or address in LOOPBACK
+    local_rank = _first_number(environ, "SLURM_LOCALID")
+    if local_rank is None:
+        local_rank = rank if is_one_node else 0
+    if local_size is None:
+        local_size = size if is_one_node else local_rank + 1
     world = World(rank, size, local_rank, local_size, address, port, "srun")
     return _checked(world, "SLURM_PROCID", "SLURM_NTASKS")
 

@@ -157,7 +157,7 @@ def complete_from_start(
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
     require_fit(config, inherited)
-    parsed.notices.extend(notices.without_effect(config))
+    parsed.notices.extend(notices.without_effect(config, parsed.words))
 
     # Opening another program's files may take long, as its pickles are read in a child process.
     is_reusable = source.kind != steps.NATIVE and config.checkpoint.weights == "plain"
