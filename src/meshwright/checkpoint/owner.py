@@ -54,19 +54,19 @@ def lock_folder(root: str | Path, remedy: str = "change {save}") -> Iterator[Non
                         parent.rmdir()
 
 
-def require_unlocked(root: str | Path) -> None:
+def require_unlocked(root: str | Path, remedy: str) -> None:
     """Refuse a folder that another run owns before anything slow begins; `lock_folder` decides."""
     path = Path(root) / ".lock"
     try:
         if path.is_file():
             os.close(files.open_locked(path, PATIENCE)[0])
     except BlockingIOError as error:
-        raise in_use(Path(root), error) from None
+        raise in_use(Path(root), error, remedy) from None
     except OSError:
         return
 
 
-def in_use(root: Path, error: BlockingIOError, remedy: str = "change {save}") -> UserError:
+def in_use(root: Path, error: BlockingIOError, remedy: str) -> UserError:
     user = plain(error.strerror)
     return SettingsError(
         f"{plain(root)} is in use by {user}: wait for it, end it, or {remedy}", LOCKED
