@@ -22,10 +22,12 @@ import meshwright
 import meshwright.training.run
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.base import console
 from meshwright.checkpoint.owner import lock_folder
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.world import World
+from meshwright.training.health.stop import print_from_handler
 from meshwright.training.log.screen import NotebookScreen
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -112,6 +114,13 @@ def test_quiet(tmp_path, capsys):
     assert "iteration        2/" in (tmp_path / "log.txt").read_text()
     meshwright.train(FLAGS, train_iters=1)
     assert "iteration        1/" in capsys.readouterr().out
+
+
+def test_quiet_holds_in_a_signal_handler(capfd):
+    with console.quiet(True):
+        print_from_handler("stopping")
+    print_from_handler("saving")
+    assert capfd.readouterr().err == "saving\n"
 
 
 def test_every_name_resolves():
