@@ -16,14 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import meshwright
 import meshwright.training.run
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.base import console
+from meshwright.checkpoint.owner import lock_folder
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.world import World
+from meshwright.training.health.stop import print_from_handler
 from meshwright.training.log.screen import NotebookScreen
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -112,6 +116,13 @@ def test_quiet(tmp_path, capsys):
     assert "iteration        1/" in capsys.readouterr().out
 
 
+def test_quiet_holds_in_a_signal_handler(capfd):
+    with console.quiet(True):
+        print_from_handler("stopping")
+    print_from_handler("saving")
+    assert capfd.readouterr().err == "saving\n"
+
+
 def test_every_name_resolves():
     for name in meshwright.__all__:
         assert getattr(meshwright, name) is not None
@@ -174,6 +185,20 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
             lambda: meshwright.convert("nowhere", "there", to="torch", tensor_parallel="2"),
             "must be whole and above 0",
         ),
+        # of a kind that no setting has
+        (lambda: meshwright.train(FLAGS, eval_iters=None), "eval_iters: it is None; leave it out"),
+        (lambda: meshwright.train(FLAGS, save=b"run"), "save: b'run' is not text"),
+        (lambda: meshwright.train(FLAGS, save=("a", "b")), "save: \\('a', 'b'\\) is not text"),
+        (lambda: meshwright.train(FLAGS, split=[9, 1, 0]), "split: .* as on the command line"),
+        (lambda: meshwright.train("--save 'run"), "cannot be divided into words: No closing"),
+        (lambda: meshwright.train({"save": "run"}), "an object of type dict; give flags"),
+        (lambda: meshwright.train(["--num-layers", 2]), "2 among the flags is no text"),
+        (lambda: meshwright.train(FLAGS, model=nn.Linear(1, 1)), "model is a Linear; give the f"),
+        (lambda: meshwright.train(FLAGS, loss="mean"), "loss is a str; give a function"),
+        (lambda: meshwright.train(FLAGS, datasets=[1]), "datasets is a list; give a mapping"),
+        (lambda: meshwright.generate(None, "a"), "the model is a NoneType; give what load"),
+        (lambda: meshwright.evaluate(None, ["a"]), "the model is a NoneType; give what load"),
+        (lambda: meshwright.evaluate("nowhere", 5), "texts is of type int; give a list"),
     ],
 )
 def test_mistakes_raise_one_class(call, message, tmp_path, monkeypatch):
@@ -316,6 +341,39 @@ def test_options_of_transformers_are_answered_with_ours(m):
         TypeError, match=r" has no max_new_token; did you mean max_new_tokens\?; has no q$"
     ):
         m.generate("a", q=1, max_new_token=2)
+
+
+def test_a_tuple_is_a_list_and_a_path_is_text(tmp_path):
+    """The setting's own values, not the text that Python prints of the whole."""
+    words = [*FLAGS, "--run-dir", tmp_path / "run"]
+    config = meshwright.train(words, sample_prompts=("a b", "c"), data_path=None).config
+    assert config.logging.sample_prompts == ["a b", "c"] and config.data.data_path == []
+    assert config.checkpoint.run_dir == str(tmp_path / "run")
+
+
+def test_bytes_are_no_ids(m):
+    with pytest.raises(meshwright.UserError, match="is bytes; give text, as by .decode"):
+        m.generate(b"abc")
+
+
+def test_numbers_of_evaluate_are_whole(m):
+    for wrong in ({"stride": 1.5}, {"batch_size": "two"}):
+        with pytest.raises(meshwright.UserError, match="is not a whole number"):
+            meshwright.evaluate(m, ["some text"], **wrong)
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(run):
+    with pytest.raises(meshwright.UserError, match="no step 999 in .*; there (is|are) "):
+        meshwright.load(run.folder / "iter_0000999")
+
+
+def test_a_folder_in_use_is_named_by_its_own_setting(tmp_path):
+    folder = tmp_path / "run {1}"
+    with (
+        lock_folder(folder),
+        pytest.raises(meshwright.UserError, match=r"run \{1\} is in use .* or change run_dir$"),
+    ):
+        meshwright.train(FLAGS, run_dir=folder)
 
 
 def test_generate_takes_a_list(run, m, tmp_path):

@@ -88,13 +88,12 @@ def train(
         raise UserError(
             "handle_signals=True works in the main thread only; leave it out in this one"
         )
-    if isinstance(config, str):
-        config = shlex.split(config)
+    _require_own_parts(model, loss, datasets)
     given: TrainConfig | list[str]
     if isinstance(config, TrainConfig):
         given, local_rank = config, config.parallel.local_rank
     else:  # a script's own words, among which some launchers put this flag
-        given = [*config]
+        given = _words(config)
         keyword = f"--local-rank={settings.get('local_rank')}"
         local_rank = number_of([*given, keyword], "--local-rank")
     with console.quiet(quiet):
@@ -109,6 +108,43 @@ def train(
             status = run(config, world, caller, ignored=ignored)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
+
+
+def _words(given: Sequence[str] | str) -> list[str]:
+    """Return flags, given as a list or one string, as words; a path may be one too."""
+    if isinstance(given, str):
+        try:
+            return shlex.split(given)
+        except ValueError as error:  # a quote without its other one
+            raise UserError(
+                f"the flags {given[:100]!r} cannot be divided into words: {error}; give a list of words"
+            ) from None
+    if not isinstance(given, list | tuple):
+        kind = type(given).__name__
+        raise UserError(
+            f"train() was given an object of type {kind}; give flags as one string or a list, or keywords"
+        )
+    words = []
+    for word in given:
+        text = os.fspath(word) if isinstance(word, os.PathLike) else word
+        if not isinstance(text, str):
+            raise UserError(f"{word!r:.60} among the flags is no text; write it in quotes")
+        words.append(text)
+    return words
+
+
+def _require_own_parts(model: object, loss: object, datasets: object) -> None:
+    """Refuse a model, a loss or data sets of a kind that no run can use."""
+    see = "docs/extending.md describes it"
+    is_network = hasattr(model, "named_parameters") and not isinstance(model, type)
+    if is_network or not (model is None or callable(model)):
+        kind = type(model).__name__
+        raise UserError(f"model is a {kind}; give the function or class that builds one: {see}")
+    if not (loss is None or callable(loss)):
+        raise UserError(f"loss is a {type(loss).__name__}; give a function: {see}")
+    if not (datasets is None or isinstance(datasets, Mapping)):
+        kind = type(datasets).__name__
+        raise UserError(f"datasets is a {kind}; give a mapping such as {{'train': ...}}: {see}")
 
 
 def _complete(
@@ -203,8 +239,17 @@ def generate(
     model: LanguageModel | str | os.PathLike[str], prompt: str | list[str] = "", **options: Any
 ) -> str | list[str]:
     """Return the continuation of a prompt, or of each; options are LanguageModel.generate's."""
-    m = load(model) if isinstance(model, str | os.PathLike) else model
-    return m.generate(prompt, **options)
+    return _loaded(model).generate(prompt, **options)
+
+
+def _loaded(model: LanguageModel | str | os.PathLike[str]) -> LanguageModel:
+    """Return a model that is loaded or named by its folder."""
+    if isinstance(model, str | os.PathLike):
+        return load(model)
+    if not hasattr(model, "generate"):
+        kind = type(model).__name__
+        raise UserError(f"the model is a {kind}; give what load() returned, or a folder")
+    return model
 
 
 @in_words(KEYWORDS)
@@ -231,7 +276,9 @@ def evaluate(
         ) from None
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")
-    m = load(model) if isinstance(model, str | os.PathLike) else model
+    if not isinstance(texts, Iterable):
+        raise UserError(f"texts is of type {type(texts).__name__}; give a list of documents")
+    m = _loaded(model)
     documents = list(texts)
     for number, document in enumerate(documents):
         if not isinstance(document, str):
@@ -241,9 +288,19 @@ def evaluate(
             raise UserError(f"texts[{number}] has {half}, half a character; leave it out")
     if not any(documents):
         raise bad_data("there is no text to score")
-    advance = m.seq_length // 2 or 1 if stride is None else stride
+    advance = m.seq_length // 2 or 1 if stride is None else _whole("stride", stride)
+    batch_size = _whole("batch_size", batch_size)
     if not 0 < advance <= m.seq_length or batch_size < 1:
         raise UserError(
             f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0"
         )
     return score_texts(m.scorer, m.tokenizer, documents, m.seq_length, advance, batch_size)
+
+
+def _whole(name: str, value: int) -> int:
+    """Return a number that must be whole, by the rules of settings."""
+    try:
+        number: int = flags.convert_value(int, value)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    return number

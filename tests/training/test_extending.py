@@ -210,6 +210,62 @@ def test_data_without_the_three_methods_are_refused_by_name(example):
         train_as(example.settings(None, 2), Caller(datasets=given))
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"validation": None},
+            r'datasets\["validation"\] is read by nothing; name it train, valid',
+        ),
+        ({"valid": Mock(256, 0, 48, 1)}, r'datasets\["valid"\] has no sample'),
+    ],
+)
+def test_data_that_no_run_would_read_are_refused(example, more, message):
+    given = parts(example)[2] | more
+    with pytest.raises(UserError, match=message):
+        train_as(example.settings(None, 2), Caller(datasets=given))
+
+
+class Fewer(GPT):
+    """A network that returns fewer columns than the vocabulary has ids."""
+
+    def forward(self, *given, **more):
+        return super().forward(*given, **more)[..., :200]
+
+
+class Pair(GPT):
+    def forward(self, *given, **more):
+        return super().forward(*given, **more), None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Fewer, r"returned a tensor of shape \(16, 48, 200\); return .*at least 257 ids"),
+        (Pair, "returned an object of type tuple; return logits"),
+        (lambda *sizes, options: nn.Identity(), "the model has no parameters"),
+        (lambda *sizes, options: None, "an object of type NoneType; return an nn.Module"),
+    ],
+)
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_what_is_no_network_is_refused(example, model, message, has_loss):
+    _, loss, datasets = parts(example)
+    with pytest.raises(UserError, match=message):
+        train_as(example.settings(None, 2), Caller(model, loss if has_loss else None, datasets))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda logits, batch: None, "an object of type NoneType; return a tensor"),
+        (lambda logits, batch: logits[..., 0].detach(), "a loss without a gradient"),
+    ],
+)
+def test_what_is_no_loss_is_refused(example, loss, message):
+    with pytest.raises(UserError, match=message):
+        train_as(example.settings(None, 2), Caller(None, loss, parts(example)[2]))
+
+
 def test_samples_of_another_length_are_refused(example):
     with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64"):
         train_as(

@@ -44,17 +44,12 @@ def describe_folder(
         raise not_a_run(root, "checkpoint")
     # A file is another program's, though steps of ours may be beside it.
     is_file = named is None and Path(path).is_file()
-    present = [] if is_file else steps.list_steps(root)[::-1]
+    present = [] if is_file else steps.list_steps(root)
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
     # The folder has steps, but not this one.
-    if present and step is not None:
-        few = f"{len(present)}, from {present[0]} to {present[-1]}"
-        if len(present) < 10:
-            few = ", ".join(map(str, present))
-        raise bad_data(
-            f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}"
-        )
+    if present and number is not None:
+        raise steps.no_such_step(root, number, present)
     # Without steps of ours it is another program's, whose steps have names of their own.
     folder = Path(path) if step is None else steps.step_folder(root, step)
     if not folder.exists():

@@ -12,15 +12,16 @@ from meshwright.base.console import remark
 from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
 from meshwright.checkpoint import mirror
 from meshwright.checkpoint.steps import listing, make_aside
+from meshwright.config.problem import SettingsError, plain
 
 PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still writing its name
 
 
 @contextlib.contextmanager
-def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[None]:
+def lock_folder(root: str | Path, remedy: str = "change {save}") -> Iterator[None]:
     """Hold an exclusive lock on the folder; the kernel releases it when this process dies.
 
-    `remedy` says how the user chooses another folder.
+    `remedy` says how the user chooses another folder, with settings in braces.
     A folder that stands for an address is leased there too. A folder in which nothing was written
     is left as it was: absent, or without a lock.
     """
@@ -36,9 +37,8 @@ def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[Non
         except UnfitFile as error:  # its reason says what to do
             raise UserError(f"cannot lock {error.filename}: {error.strerror}", IO) from error
         except OSError as error:
-            raise UserError(
-                f"cannot lock {root}: {error.strerror or error}; {remedy}", IO
-            ) from error
+            why = plain(error.strerror or error)
+            raise SettingsError(f"cannot lock {plain(root)}: {why}; {remedy}", IO) from error
         if not has_locks:
             remark(
                 f"WARNING: the file system of {root} has no locks: a second run there would not be noticed"
@@ -54,21 +54,22 @@ def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[Non
                         parent.rmdir()
 
 
-def require_unlocked(root: str | Path) -> None:
+def require_unlocked(root: str | Path, remedy: str) -> None:
     """Refuse a folder that another run owns before anything slow begins; `lock_folder` decides."""
     path = Path(root) / ".lock"
     try:
         if path.is_file():
             os.close(files.open_locked(path, PATIENCE)[0])
     except BlockingIOError as error:
-        raise in_use(Path(root), error) from None
+        raise in_use(Path(root), error, remedy) from None
     except OSError:
         return
 
 
-def in_use(root: Path, error: BlockingIOError, remedy: str = "change --save") -> UserError:
-    return UserError(
-        f"{root} is in use by {error.strerror}: wait for it, end it, or {remedy}", LOCKED
+def in_use(root: Path, error: BlockingIOError, remedy: str) -> UserError:
+    user = plain(error.strerror)
+    return SettingsError(
+        f"{plain(root)} is in use by {user}: wait for it, end it, or {remedy}", LOCKED
     )
 
 

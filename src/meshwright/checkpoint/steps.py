@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.base.errors import bad_data, not_a_run
+from meshwright.base.errors import UserError, bad_data, not_a_run
 from meshwright.base.files import open_plain
 from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.manifests import (
@@ -102,6 +102,8 @@ def find_step(
 
     # The path is that of a step or of one model.
     if below is None and is_step:
+        if step is not None and not path.exists() and (present := list_steps(root)):
+            raise no_such_step(root, step, present)
         if theirs and not theirs.is_numbered:
             if given != path and not any(
                 re.fullmatch(pattern, given.name) for pattern in theirs.files
@@ -237,6 +239,14 @@ def latest(
 def list_steps(root: str | Path) -> list[int]:
     """List our steps, complete or not, newest first: by number, because times change."""
     return sorted(our_numbers(Path(root), OUR_STEP, listing(Path(root))), reverse=True)
+
+
+def no_such_step(root: Path, step: int, present: list[int]) -> UserError:
+    """Return the error of a step that a folder lacks; `present` are those it has, newest first."""
+    few = f"{len(present)}, from {present[-1]} to {present[0]}"
+    if len(present) < 10:
+        few = ", ".join(map(str, reversed(present)))
+    return bad_data(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}")
 
 
 def our_numbers(root: Path, pattern: str, names: list[str]) -> list[int]:

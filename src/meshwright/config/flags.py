@@ -16,7 +16,7 @@ import re
 import reprlib
 import shlex
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -315,7 +315,7 @@ def _fit_layers(
     above = _merged(upper)
     is_auto = issubclass(reader.cls, TrainConfig) and above.get("train_tokens") == "auto"
     try:
-        depth = convert_value(int, control["depth"])
+        depth = convert_value(int | None, control["depth"])
     except ValueError as error:
         reader.problems.append(Problem(("depth",), f"{{depth}}: {plain(error)}"))
         return "", {}
@@ -553,8 +553,11 @@ def convert_value(kind: Any, value: Any) -> Any:
     choices, inner = choices_of(kind), inner_type(kind)
     # Where a value may be missing, none means that it is.
     is_optional = inner is not kind
-    if value is None or (is_optional and isinstance(value, str) and value.lower() == "none"):
+    if is_optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
         return None
+    is_several = typing.get_origin(inner) is list
+    if value is None and not is_several:
+        raise ValueError("it is None; leave it out for its default")
     if choices:
         return _convert_choice(choices, value)
     if inner is bool:
@@ -562,15 +565,17 @@ def convert_value(kind: Any, value: Any) -> Any:
         if word in ("1", "true", "yes", "0", "false", "no"):
             return word in ("1", "true", "yes")
         raise ValueError(f"{_short(value)} is not true or false")
-    if typing.get_origin(inner) is list:
-        if isinstance(value, str):
+    if is_several:
+        if value is None:
+            value = []
+        elif isinstance(value, str):
             value = words_in(value)
-        elif not isinstance(value, list):
+        elif not isinstance(value, list | tuple):
             value = [value]
         return [convert_value(typing.get_args(inner)[0], each) for each in value]
     if (form := form_of(inner)) is not None:
-        if isinstance(value, bool | list | dict):
-            raise ValueError(f"{_short(value)} is not text")
+        if _is_no_text(value):
+            raise ValueError(f"{_short(value)} is not text; write it as on the command line")
         if value == "":
             raise ValueError("it is empty; leave it out, or is a shell variable unset?")
         return form.read(str(value))
@@ -587,9 +592,17 @@ def _convert_choice(choices: tuple[Any, ...], value: Any) -> str:
     raise ValueError(f"{_short(value)} is none of {listed}{REFUSED_WORDS.get(word, '')}")
 
 
+def _is_no_text(value: Any) -> bool:
+    """Return whether a value from Python or a file has no text of its own: a bool, or several."""
+    # Numbers, dates and paths have one.
+    return isinstance(value, bool | Iterable) and not isinstance(value, str)
+
+
 def _convert_plain(kind: Any, value: Any) -> Any:
     """Return a value as int, float or str."""
     try:
+        if kind is str and _is_no_text(value):
+            raise ValueError
         if isinstance(value, bool | list | dict):
             raise ValueError
         if kind is int and isinstance(value, float | str):

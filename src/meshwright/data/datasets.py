@@ -68,12 +68,20 @@ def check_datasets(
     # Data sets of the user's own have the methods of `Dataset`.
     methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
     for name, dataset in data.items():
-        if not own or dataset is None:
+        if not own:
+            continue
+        if name not in TITLES and not name.startswith("valid/"):
+            raise bad_data(
+                f'datasets["{name}"] is read by nothing; name it train, valid, valid/NAME or test'
+            )
+        if dataset is None:
             continue
         lacking = [shown for shown, method in methods.items() if not hasattr(dataset, method)]
         if lacking:
             why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
             raise bad_data(f'datasets["{name}"], {why}; docs/extending.md describes each')
+        if not len(dataset):
+            raise bad_data(f'datasets["{name}"] has no sample; give it some, or None in its place')
     if at is None:
         return
     train = data.get("train")

@@ -426,7 +426,7 @@ class Loader:
 
     def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
         wanted = (
-            f"{self.spec.length} int64, --seq-length + 1"
+            f"{self.spec.length} int64, one more than the sequence length"
             if self.spec.length
             else "one row of int64"
         )

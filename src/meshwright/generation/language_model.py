@@ -128,6 +128,8 @@ class LanguageModel:
             if half := lone_surrogate(text):
                 raise UserError(f"the text has {half}, half a character; leave it out")
             return list(self.tokenizer.encode(text))
+        if isinstance(text, bytes | bytearray):  # whose items are numbers too
+            raise UserError(f"{str(text)[:60]} is bytes; give text, as by .decode()")
         try:
             ids = [operator.index(i) for i in text]
         except TypeError as error:

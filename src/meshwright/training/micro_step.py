@@ -192,6 +192,7 @@ def make_loss(
     combine = combine_over(layout.group("tp"))
 
     def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        require_logits(logits, batch, vocab if layout.tp == 1 else 1)
         if custom is not None:
             return {"loss": custom_losses(custom, vocab, logits, batch)}
         # A tensor rank has the logits of its own range of ids; `combine` reduces over the ranks.
@@ -201,9 +202,32 @@ def make_loss(
     return compute_losses, ("loss", "z_loss") if z_loss_coef else ("loss",)
 
 
+def require_logits(logits: object, batch: Batch, ids: int) -> None:
+    """Refuse what a custom model returned if it is not logits of at least so many ids."""
+    wanted = tuple(batch.labels.shape)
+    if not isinstance(logits, Tensor):
+        found = f"an object of type {type(logits).__name__}"
+    elif logits.shape[:-1] != wanted or logits.shape[-1] < ids:
+        found = f"a tensor of shape {tuple(logits.shape)}"
+    else:
+        return
+    raise UserError(
+        f"the model returned {found}; return logits [B, T, padded]: {wanted} by at least {ids} ids"
+    )
+
+
 def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Tensor:
     """Compute a custom loss; refuse a result that is not one number for each token."""
     losses = custom(logits[..., :vocab], batch)
+    if not isinstance(losses, Tensor):
+        kind = type(losses).__name__
+        raise UserError(
+            f"the loss function returned an object of type {kind}; return a tensor, one loss for each token"
+        )
+    if logits.requires_grad and not losses.requires_grad:
+        raise UserError(
+            "the loss function returned a loss without a gradient; compute it from the logits, undetached"
+        )
     if losses.shape != batch.labels.shape:
         shapes = (
             f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"

@@ -189,6 +189,9 @@ def build_parts(
     if spec.model is not None:
         with torch.device("meta"):
             custom = spec.model(m, *sizes, options=options)
+        if not isinstance(custom, torch.nn.Module):
+            kind = type(custom).__name__
+            raise UserError(f"model() returned an object of type {kind}; return an nn.Module")
         refuse_what_is_not_saved(custom)
         name = name_of(custom)
         way = "compiled" if options.compiled else "plain"
@@ -301,6 +304,8 @@ def require_own_model(spec: Spec) -> None:
 
 def refuse_what_is_not_saved(model: nn.Module) -> None:
     """Refuse a custom model that holds more than trained parameters, which are all we save."""
+    if next(model.parameters(), None) is None:
+        raise UserError("the model has no parameters, so nothing can be trained; give it some")
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         names = ", ".join(frozen[:5])

@@ -190,10 +190,13 @@ def find_rehearsal() -> Callable[[TrainingRun, Layout, torch.device, Team], None
 def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
     """Lock the run's folders until the block ends, and note what else they hold."""
     c = config.checkpoint
-    roots = {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}
+    roots = {}
+    for name in ("run_dir", "save"):
+        if path := getattr(c, name):
+            roots[Path(path).resolve()] = path, f"change {{{name}}}"
     # In order of their paths: a folder is locked before those in it, and released after them.
-    for _, root in sorted(roots.items()):
-        block.enter_context(owner.lock_folder(root))
+    for _, (root, remedy) in sorted(roots.items()):
+        block.enter_context(owner.lock_folder(root, remedy))
         refuse_links(Path(root))
     note_kept_model(c)
     note_texts(c)

@@ -307,6 +307,39 @@ def test_no_run_writes_into_anothers_folder(
         assert f"--load={saved or 'none'}" in plan.command("seed=7", {"seed": "7"})
 
 
+@pytest.mark.parametrize(
+    ("grid", "shared"),
+    [
+        ("lr=1e-3,5e-3 save-hf=x", "--save-hf x: 2 runs"),
+        ("lr=1e-3,5e-3 tensorboard-dir=x,y", "--tensorboard-dir x: 2 runs"),
+        ("lr:save-hf=1e-3:x,5e-3:y", ""),
+        ("lr=1e-3,0.001 save-hf=x,none", ""),  # both rates are one run
+    ],
+)
+def test_listed_folders_are_not_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], grid: str, shared: str
+) -> None:
+    words = ["sweep", str(tmp_path / "s"), "--grid", grid, "--dry-run", "--", *TINY_FLAGS]
+    assert main(words) == (USAGE if shared else 0)
+    assert shared in capsys.readouterr().err
+
+
+def test_with_json_standard_output_has_the_records_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(self: sweep.Sweep, slots: list[dict[str, str]]) -> int:
+        for each in self.runs.values():
+            self.say(each, "started")
+        return 0
+
+    monkeypatch.setattr(sweep.Sweep, "run", run)
+    words = ["sweep", str(tmp_path), "--grid", "lr=1e-3,5e-3", "--json", "--", *TINY_FLAGS]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert [one["point"] for one in json.loads(out)] == [{"lr": "0.001"}, {"lr": "0.005"}]
+    assert err.count("started") == 2
+
+
 def test_points_that_differ_have_different_names() -> None:
     points_of = [{"data_path": text} for text in ("a;b", "a-b", "a b", "a/b")]
     assert len({points.name_of_point(point) for point in points_of}) == 4

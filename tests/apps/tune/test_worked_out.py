@@ -339,7 +339,7 @@ def test_the_table_has_last_losses_and_all_tokens(tmp_path: Path) -> None:
     (one,) = results.swept_points(runs)
     assert (one.held_out, one.training, one.tokens, one.seeds) == (4.5, 10.5, 12 * 4 * 16, 2)
     assert one.spread == pytest.approx(math.sqrt(4.5))
-    # The lengths of samples that grow are not in the settings alone.
+    # The lengths of samples that grow stand in the rows of the steps, which these lack.
     (tmp_path / "b" / "config.toml").write_text(
         '[data]\nseq_length = 16\n[training]\nseq_length_schedule = "4,16:9"\n'
     )
@@ -347,3 +347,9 @@ def test_the_table_has_last_losses_and_all_tokens(tmp_path: Path) -> None:
     runs[1].read(tmp_path)
     (grown,) = results.swept_points(runs)
     assert grown.tokens is None and results.table([grown])
+    lengths = [step | {"length": 8 if step["iteration"] <= 4 else 16} for step in steps(1, 12)]
+    rows(tmp_path / "b", START, *lengths, end)
+    runs[1].tail = None
+    runs[1].read(tmp_path)
+    (stated,) = results.swept_points(runs[1:])
+    assert stated.tokens == 4 * 4 * 8 + 8 * 4 * 16

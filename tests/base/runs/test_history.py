@@ -104,6 +104,72 @@ def test_the_last_step_and_how_its_attempt_ended(tmp_path):
     assert find_last_step(tmp_path) == (999, "ended after step 999 (SIGTERM)")
 
 
+GROWING = """
+[data]
+seq_length = 32
+[training]
+seq_length_schedule = "0:8 2:16 3:32"
+"""
+
+
+def amounts_everywhere(folder):
+    """Return the tokens (or samples) that each reader of a run prints, with their unit."""
+    run = RunTail(folder)
+    run.read_new(lambda: None)
+    on_the_page = describe_run(run, "a", 0.0)
+    (compared,) = read_runs([folder])
+    shown = dict(headlines(read_history(folder), read_settings(folder)))
+    return {
+        "watch": (on_the_page["amount"], on_the_page["unit"]),
+        "axis": (curves(run, View("tokens"))["range"][1], on_the_page["unit"]),
+        "compare": (compared.amount(4), compared.unit),
+        "report": (int(shown["tokens"]), "tokens") if "tokens" in shown else None,
+    }
+
+
+def test_the_tokens_of_growing_samples_are_added_up_everywhere(tmp_path):
+    """A skipped step has read its samples too; a rollback makes a run read some again."""
+    lengths = {1: 8, 2: 8, 3: 16, 4: 32}
+    steps = [step_row(i, 5.0, length=length) for i, length in lengths.items()]
+    steps[1]["skipped"] = True
+    rollback = {"event": "rollback", "attempt": 1, "iteration": 3, "to": 1, "time": 1.7e9}
+    write_rows(tmp_path, [START, *steps[:3], rollback, *steps[1:]])
+    (tmp_path / "config.toml").write_text(GROWING)
+    found = amounts_everywhere(tmp_path)
+    assert found == dict.fromkeys(found, (4 * (8 + 8 + 16 + 32), "tokens"))
+    # Step 2 was as long as those before its schedule began, and its row does not say so.
+    del steps[1]["length"]
+    write_rows(tmp_path, [START, *steps])
+    found = amounts_everywhere(tmp_path)
+    assert found == dict.fromkeys(found, (4 * (8 + 32 + 16 + 32), "tokens"))
+
+
+def test_tokens_are_unknown_without_the_rows_of_all_steps(tmp_path):
+    steps = [step_row(i, 5.0, length=8 * i) for i in (2, 3, 4)]
+    write_rows(tmp_path, [START, *steps])
+    (tmp_path / "config.toml").write_text(GROWING)
+    found = amounts_everywhere(tmp_path)
+    assert found.pop("report") is None
+    assert found == dict.fromkeys(found, (16, "samples"))
+
+
+def test_a_rollback_undoes_all_that_came_later(tmp_path):
+    def made_at(i):
+        sample = {"event": "sample", "iteration": i, "number": 0, "prompt": "A", "text": str(i)}
+        score = {"event": "scores", "iteration": i, "scores": {"a": float(i)}}
+        average = {"event": "average", "iteration": i, "steps": [1, i], "loss": float(i)}
+        return [check_row(i, float(i)), sample, score, average]
+
+    rollback = {"event": "rollback", "attempt": 1, "iteration": 4, "to": 2, "time": 1.7e9}
+    rows = [step_row(i, 5.0) for i in range(1, 5)]
+    write_rows(tmp_path, [START, *rows, *made_at(2), *made_at(3), *made_at(4), rollback])
+    history = read_history(tmp_path)
+    assert [step.iteration for step in history.steps] == [1, 2]
+    assert [v.iteration for v in history.validations] == [2]
+    assert [*history.samples] == [(2, 0)]
+    assert [*history.means] == [2] and history.scores == {"a": {2: 2.0}}
+
+
 # Files that are none
 
 

@@ -23,13 +23,13 @@ from meshwright.apps.report.page import columns, explain_validations
 from meshwright.base.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.base.progress import duration
 from meshwright.base.records import align_columns, json_ready, or_dash
+from meshwright.base.runs.amounts import Numbers, tokens_of_steps
 from meshwright.base.runs.goodput import read_goodput
 from meshwright.base.runs.history import (
     History,
     flat_settings,
     read_history,
     read_settings,
-    tokens_of_sample,
     wall_time,
 )
 from meshwright.base.storage.addresses import shown
@@ -41,14 +41,14 @@ class ComparedRun:
     name: str
     history: History
     settings: dict[str, Any]
-    unit: str  # "tokens", or "samples" if the length of one run's samples is unknown or grows
-    scale: int  # units per sample
+    unit: str  # "tokens", or "samples" if those of one run have an unknown length
+    amounts: Numbers  # what it has consumed by the end of each step
 
     def amount(self, iteration: int) -> int:
         """Return the tokens (or samples) consumed by an iteration."""
         steps = self.history.steps
         at = bisect.bisect_right(steps, iteration, key=lambda s: s.iteration)
-        return steps[at - 1].consumed_samples * self.scale if at else 0
+        return int(self.amounts[at - 1]) if at else 0
 
     def checks(self) -> list[tuple[int, float]]:
         return self.history.mean_validations()
@@ -147,12 +147,13 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         read.append((history, flat_settings(read_settings(folder))))
 
     # All runs are counted in one unit.
-    lengths = [tokens_of_sample(settings) for _, settings in read]
-    unit = "tokens" if all(lengths) else "samples"
+    tokens = [tokens_of_steps(history.steps, settings) for history, settings in read]
+    unit = "samples" if any(amounts is None for amounts in tokens) else "tokens"
     runs = []
-    for name, (history, settings), length in zip(names, read, lengths, strict=True):
-        scale = length if length and unit == "tokens" else 1
-        runs.append(ComparedRun(name, history, settings, unit, scale))
+    for name, (history, settings), amounts in zip(names, read, tokens, strict=True):
+        if amounts is None or unit == "samples":
+            amounts = np.array([s.consumed_samples for s in history.steps], dtype=np.float64)
+        runs.append(ComparedRun(name, history, settings, unit, amounts))
     return runs
 
 
@@ -224,10 +225,9 @@ def validated_differently(a: ComparedRun, b: ComparedRun) -> list[str]:
 
 def amounts_differ(runs: Sequence[ComparedRun]) -> bool:
     """Return whether some iteration comes after different amounts of tokens (or samples)."""
-    amounts: dict[int, int] = {}
+    amounts: dict[int, float] = {}
     for run in runs:
-        for step in run.history.steps:
-            amount = step.consumed_samples * run.scale
+        for step, amount in zip(run.history.steps, run.amounts.tolist(), strict=True):
             if amounts.setdefault(step.iteration, amount) != amount:
                 return True
     return False
@@ -441,10 +441,9 @@ def explained(runs: Sequence[ComparedRun]) -> list[str]:
 
 def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
     """Return a column's finite values over iterations or over tokens."""
-    at = "consumed_samples" if by_amount else "iteration"
-    x, y = columns(r.history.steps, column, at)
+    x, y = columns(r.history.steps, column)
     if by_amount:
-        x *= r.scale
+        x = r.amounts
     is_finite = np.isfinite(y)
     return x[is_finite], y[is_finite]
 

@@ -21,6 +21,7 @@ from meshwright.apps.pages.html import document, escape, html_table, write_page
 from meshwright.apps.pages.runs import CERTIFICATE, shell_line
 from meshwright.base.files import read_small
 from meshwright.base.progress import duration
+from meshwright.base.runs.amounts import tokens_of_steps
 from meshwright.base.runs.goodput import read_goodput
 from meshwright.base.runs.history import (
     PATIENCE,
@@ -31,7 +32,6 @@ from meshwright.base.runs.history import (
     flat_settings,
     read_history,
     read_settings,
-    tokens_of_sample,
     wall_time,
 )
 from meshwright.base.storage.addresses import shown
@@ -253,8 +253,9 @@ def headlines(
         samples = steps[-1].consumed_samples
         out["steps"] = f"{steps[-1].iteration:,}"
         out["samples"] = f"{samples:,}"
-        if length := tokens_of_sample(flat_settings(settings)):
-            out["tokens"] = f"{samples * length:,}"
+        tokens = tokens_of_steps(steps, flat_settings(settings))
+        if tokens is not None:
+            out["tokens"] = f"{tokens[-1]:,.0f}"
         if skipped := sum(s.skipped for s in steps):
             out["skipped steps"] = f"{skipped:,}"
         # The mean over an interval of the log, since the loss of a single step is noisy.
@@ -480,7 +481,7 @@ def draw_column(
     axes: Axes, steps: Sequence[LoggedStep], column: str, scale: float = 1.0, smooth: bool = False
 ) -> int:
     """Draw a column, with crosses where it is not finite; return the width of its median."""
-    x, y = columns(steps, column, scale=scale)
+    x, y = columns(steps, column, scale)
     is_finite = np.isfinite(y)
     bad = x[~is_finite]
     # No more crosses than a line has points: a run may have diverged for good.
@@ -492,11 +493,9 @@ def draw_column(
     return plot.draw_line(axes, x[is_finite], y[is_finite], plot.LINE, smooth=smooth)
 
 
-def columns(
-    steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0
-) -> tuple[Any, Any]:
-    """Return column `at` and `column` as arrays, where the latter is known."""
-    pairs = [(getattr(s, at), v * scale) for s in steps if (v := getattr(s, column)) is not None]
+def columns(steps: Sequence[LoggedStep], column: str, scale: float = 1.0) -> tuple[Any, Any]:
+    """Return the iterations at which a column is known, and its values there, as arrays."""
+    pairs = [(s.iteration, v * scale) for s in steps if (v := getattr(s, column)) is not None]
     x, y = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return x, y
 

@@ -17,7 +17,7 @@ from meshwright.apps.tune.sweep import MOST_STEPS, SweepRun
 from meshwright.base.files import replacing
 from meshwright.base.progress import duration
 from meshwright.base.records import align_columns
-from meshwright.base.runs.history import tokens_of_sample, wall_time
+from meshwright.base.runs.history import wall_time
 from meshwright.base.runs.sweeps import STATES
 from meshwright.config.fields import spelling
 
@@ -38,7 +38,7 @@ class SweptPoint:
     held_out: float | None  # the last validation loss
     spread: float | None  # its standard deviation over the seeds
     training: float | None  # the mean training loss at the end
-    tokens: int | None  # None: samples that grow, or of unknown length
+    tokens: int | None  # None: samples of unknown length
     seconds: float
     seeds: int
 
@@ -71,7 +71,7 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
     held_out = list[float]()
     training = list[float]()
     tokens, seconds = 0, 0.0
-    is_length_known = True
+    are_tokens_known = True
     for run in runs:
         tail = run.tail
         if tail is None or not tail.count:
@@ -80,13 +80,12 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         if checks := tail.record.mean_validations():
             held_out.append(checks[-1][1])
         training.append(tail.final_loss()[0])
-        length = tokens_of_sample(tail.settings)
-        samples = float(tail.column("consumed_samples")[-1])
-        if length is None:
-            is_length_known = False
+        read = tail.tokens_read()
+        if read is None:
+            are_tokens_known = False
         # Files that no run has written may hold any number.
-        elif max(length, samples) < MOST_STEPS:
-            tokens = max(tokens, int(samples) * length)
+        elif read[-1] < MOST_STEPS:
+            tokens = max(tokens, int(read[-1]))
         seconds += wall_time(tail.record.attempts)[1]
 
     spread = None
@@ -98,7 +97,7 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         held_out=statistics.fmean(held_out) if held_out else None,
         spread=spread,
         training=statistics.fmean(training) if training else None,
-        tokens=tokens if is_length_known else None,
+        tokens=tokens if are_tokens_known else None,
         seconds=seconds,
         seeds=len(runs),
     )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from meshwright.apps.tune.points import OWN, Point, name_of_point, require_flags, words_of
 from meshwright.base import device as devices
@@ -123,7 +123,15 @@ class Child:
 class Sweep:
     """The runs of a folder; `start` makes a run's process from the words after `meshwright`."""
 
-    def __init__(self, plan: SweepPlan, runs: dict[str, SweepRun], words: list[str]) -> None:
+    def __init__(
+        self,
+        plan: SweepPlan,
+        runs: dict[str, SweepRun],
+        words: list[str],
+        progress: TextIO | None = None,
+    ) -> None:
+        """`progress` gets a line for each start and end; standard output by default."""
+        self.progress = progress
         self.plan = plan
         self.runs = runs
         self.words = words
@@ -221,7 +229,7 @@ class Sweep:
         if run.note:
             line += f"   ({run.note})"
         ended = sum(each.state in FINAL_STATES for each in self.runs.values())
-        print(f"{line}   {ended} of {len(self.runs)} ended")
+        print(f"{line}   {ended} of {len(self.runs)} ended", file=self.progress)
 
     def note_rungs(self, run: SweepRun) -> None:
         """Record the losses of a run at the steps where it is compared, once it has left them.

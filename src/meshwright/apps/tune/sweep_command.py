@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from meshwright.apps.tune import sweep
-from meshwright.apps.tune.points import Point, read_space
+from meshwright.apps.tune.points import Point, name_of_point, read_space
 from meshwright.base.errors import DONE, UserError
 from meshwright.base.records import json_ready
 from meshwright.base.runs.sweeps import RECORD, read_record
@@ -20,6 +21,7 @@ from meshwright.config.problem import Problem, SettingsError, require, with_valu
 from meshwright.config.schema import TrainConfig
 
 MOST_RUNS = 10_000
+FOLDERS = ("save_hf", "tensorboard_dir")  # that a run writes into beside its own
 ABOUT = (
     "Search flags of train: each point of a grid, or of random draws, is one run of `meshwright train`. Its flags go "
     "after --. DIR alone goes on with a sweep that was interrupted."
@@ -156,6 +158,7 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
     # All runs are checked before the first begins, those that are over excepted.
     common = settings_of_all(extra)
     points = list_points(c, common.training.seed)
+    refuse_shared_folders(points)
     plan = sweep.SweepPlan(
         folder=c.sweep_dir,
         train_flags=tuple(extra),
@@ -173,7 +176,8 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
         return DONE
     # Train them, and show all that the folder has, of earlier starts too.
     slots = sweep.find_slots(c.jobs, c.devices_per_run, common.parallel.device)
-    status = sweep.Sweep(plan, runs, words).run(slots)
+    # With --json, standard output has the JSON alone.
+    status = sweep.Sweep(plan, runs, words, sys.stderr if c.json else None).run(slots)
     show_results(c.sweep_dir, list(runs.values()), c.json)
     return status
 
@@ -185,17 +189,25 @@ def settings_of_all(extra: list[str]) -> TrainConfig:
         if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
             raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
     common = command.flags_of_train(extra)
-    # Folders that every run would write into.
-    shared = {
-        "--save-hf": common.checkpoint.save_hf,
-        "--tensorboard-dir": common.logging.tensorboard_dir,
-    }
-    for name, folder in shared.items():
-        if folder:
+    for name in FOLDERS:
+        if folder := flags.to_dict(common)[name]:
             raise UserError(
-                f"{name} {folder}: all runs would write there; leave it out, or list a folder for each"
+                f"{spelling(name)} {folder}: all runs would write there; leave it out, or list a folder for each"
             )
     return common
+
+
+def refuse_shared_folders(points: Sequence[Point]) -> None:
+    """Refuse listed folders into which several runs would write."""
+    different = {name_of_point(point): point for point in points}.values()
+    for name in FOLDERS:
+        listed = [point[name] for point in different if point.get(name, "none") != "none"]
+        shared = next((folder for folder in listed if listed.count(folder) > 1), None)
+        if shared is not None:
+            raise UserError(
+                f"{spelling(name)} {shared}: {listed.count(shared)} runs would write there; leave it out, or join it "
+                "to the other flags so that each run has its own"
+            )
 
 
 def list_points(c: SweepFlags, seed: int) -> list[Point]:

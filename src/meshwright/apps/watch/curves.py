@@ -11,7 +11,6 @@ import numpy as np
 
 from meshwright.apps.pages import plot
 from meshwright.base.runs.follow import RunTail, Steps
-from meshwright.base.runs.history import tokens_of_sample
 from meshwright.training.tasks import describe_column
 
 Axis = Literal["step", "tokens", "time"]
@@ -35,15 +34,11 @@ class View:
 def positions(run: RunTail, axis: Axis) -> Steps:
     """Return where each step lies: iterations, tokens (or samples), or seconds spent in steps."""
     if axis == "tokens":
-        return run.column("consumed_samples") * scale_of(run)
+        tokens = run.tokens_read()
+        return run.column("consumed_samples") if tokens is None else tokens
     if axis == "time":
         return np.cumsum(run.column("ms")) / 1e3
     return run.column("iteration")
-
-
-def scale_of(run: RunTail) -> int:
-    """Return the tokens of a sample, or 1 if they differ or are unknown, to count samples."""
-    return tokens_of_sample(run.settings) or 1
 
 
 def loss_units(runs: Sequence[RunTail]) -> tuple[str, list[float]]:

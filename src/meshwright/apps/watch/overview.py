@@ -16,10 +16,9 @@ import numpy as np
 
 from meshwright.apps.pages.runs import differing, shell_line
 from meshwright.apps.pages.styles import COLOURS, RUN_LINES
-from meshwright.apps.watch.curves import scale_of
 from meshwright.base.records import json_ready
 from meshwright.base.runs.follow import RunTail
-from meshwright.base.runs.history import PATIENCE, Attempt, tokens_of_sample
+from meshwright.base.runs.history import PATIENCE, Attempt
 from meshwright.base.runs.rows import METRICS
 
 # Seconds between readings of the files, and between searches for new ones.
@@ -167,7 +166,6 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
             "slow": slow,
             "updated": run.updated,
             "steps": run.count,
-            "unit": "tokens" if tokens_of_sample(run.settings) else "samples",
             "samples": sorted({i for i, _ in record.samples}),
             "seconds": sum(a.seconds for a in attempts),
         }
@@ -189,12 +187,15 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     last = int(run.column("iteration")[-1])
     loss, count = run.final_loss()
     peaks = run.column("memory")
+    tokens = run.tokens_read()
+    amounts = run.column("consumed_samples") if tokens is None else tokens
     # The last figures, and medians of recent steps for those that vary.
     out: dict[str, Any] = {
         "step": last,
         "loss": loss,
         "loss_steps": count,
-        "amount": int(run.column("consumed_samples")[-1]) * scale_of(run),
+        "unit": "samples" if tokens is None else "tokens",
+        "amount": int(amounts[-1]),
         "memory": float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None,
         "skipped": int(run.column("skipped").sum()),
     }

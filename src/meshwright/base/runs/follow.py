@@ -25,6 +25,7 @@ import orjson
 from meshwright.base import host
 from meshwright.base.errors import TOO_OLD, UserError
 from meshwright.base.files import open_plain
+from meshwright.base.runs.amounts import tokens_read
 from meshwright.base.runs.goodput import Goodput, measure_goodput
 from meshwright.base.runs.history import (
     Record,
@@ -48,9 +49,11 @@ COLUMNS = (
     "time",
     "mfu",
     "memory",
+    "length",
 )
-# The others are unknown on some devices, which is NaN here.
-NEEDED = COLUMNS[:-2]
+NEEDED = COLUMNS[:-3]
+# The others are NaN here where they are unknown: mfu and memory on some devices, and the length of
+# samples, which rows state only where it changes.
 TASK_BYTES = 8 << 20  # read by one process at a time
 # Parsed at a time: the objects of more would not stay in the caches.
 PARSED_BYTES = 1 << 18
@@ -82,10 +85,14 @@ def parse_steps(rows: list[dict[str, Any]]) -> list[Parsed]:
     """Return the numbers of steps; row by row if one of them lacks some."""
     if not rows:
         return []
-    try:
-        return [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)]
-    except DAMAGED:
-        return [part for row in rows for part in parse_line(orjson.dumps(row))]
+    stated = {"length" in row for row in rows}
+    if len(stated) == 1:  # all rows, or none, as a run writes them
+        names = COLUMNS if stated == {True} else COLUMNS[:-1]
+        with contextlib.suppress(*DAMAGED):
+            numbers = np.array(list(map(operator.itemgetter(*names), rows)), dtype=np.float64)
+            missing = len(COLUMNS) - len(names)
+            return [np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)]
+    return [part for row in rows for part in parse_line(orjson.dumps(row))]
 
 
 def parse_line(line: bytes) -> Iterator[Parsed]:
@@ -264,6 +271,11 @@ class RunTail:
         is_applied = self.column("skipped")[last:] == 0
         applied = losses[is_applied].tolist()
         return final_loss(applied, iteration, interval)
+
+    def tokens_read(self) -> Steps | None:
+        """Return the tokens read by the end of each step; None if they are unknown."""
+        samples = self.column("consumed_samples")
+        return tokens_read(self.column("iteration"), samples, self.column("length"), self.settings)
 
     def goodput(self) -> Goodput | None:
         is_applied = self.column("skipped") == 0

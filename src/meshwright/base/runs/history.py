@@ -31,6 +31,7 @@ class LoggedStep:
     tokens_per_second: float
     mfu: float | None
     memory: float | None
+    length: int | None  # tokens of each sample, if --seq-length-schedule changes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,18 @@ class Record:
 
     def _undo_after(self, kept: int) -> None:
         """Forget what came later than an iteration, which a start or a rollback goes back to."""
-        self.checks = {k: v for k, v in self.checks.items() if v.iteration <= kept}
-        self.samples = {k: v for k, v in self.samples.items() if v.iteration <= kept}
-        self.means = {i: mean for i, mean in self.means.items() if i <= kept}
-        for name, scores in self.scores.items():
-            self.scores[name] = {i: x for i, x in scores.items() if i <= kept}
+        for check, validation in list(self.checks.items()):
+            if validation.iteration > kept:
+                del self.checks[check]
+        for place, sample in list(self.samples.items()):
+            if sample.iteration > kept:
+                del self.samples[place]
+        # The others are kept by iteration alone.
+        by_iteration: list[dict[int, Any]] = [self.means, *self.scores.values()]
+        for values in by_iteration:
+            for iteration in list(values):
+                if iteration > kept:
+                    del values[iteration]
 
     def take(self, row: dict[str, Any]) -> None:
         """Add a row; raise one of DAMAGED for a damaged one."""
@@ -297,6 +305,7 @@ def _read_step(row: dict[str, Any]) -> LoggedStep:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
     mfu = row.get("mfu")
     memory = row.get("memory")
+    length = row.get("length")
     return LoggedStep(
         loss=float(row["loss"]),
         grad_norm=float(row["grad_norm"]),
@@ -305,6 +314,7 @@ def _read_step(row: dict[str, Any]) -> LoggedStep:
         ms=_time(row["ms"]),
         mfu=None if mfu is None else float(mfu),
         memory=None if memory is None else float(memory),
+        length=None if length is None else int(length),
         iteration=int(row["iteration"]),
         consumed_samples=int(row["consumed_samples"]),
         skipped=bool(row["skipped"]),
@@ -341,13 +351,6 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
 
 def flat_settings(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: value for group in groups.values() for name, value in group.items()}
-
-
-def tokens_of_sample(settings: dict[str, Any]) -> int | None:
-    """Return the tokens of each sample by a run's settings; None if they differ or are unknown."""
-    length = settings.get("seq_length")
-    grows = settings.get("seq_length_schedule") is not None
-    return length if isinstance(length, int) and length > 0 and not grows else None
 
 
 def final_steps(iteration: int, log_interval: Any) -> int:

@@ -411,8 +411,9 @@ def look_at_files(
 
 def require_free_folders(config: TrainConfig) -> None:
     """Refuse to overwrite another run, and an export that could not be written at the end."""
-    for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)):
-        owner.require_unlocked(folder)
+    for name in ("save", "run_dir"):
+        if folder := getattr(config.checkpoint, name):
+            owner.require_unlocked(folder, f"change {{{name}}}")
     if config.checkpoint.save:
         guard_existing(config)
     guard_run_folder(config)

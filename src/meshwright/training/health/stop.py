@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.base import host
+from meshwright.base import console, host
 from meshwright.base.errors import DONE, WARNINGS
 from meshwright.checkpoint import steps
 from meshwright.config.schema import Training
@@ -126,6 +126,6 @@ class StopConditions:
 
 def print_from_handler(line: str) -> None:
     """Print a line from a signal handler, once: a launcher passes the signal to every rank."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not console.is_quiet():
         with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
             os.write(2, f"{line}\n".encode())
