@@ -68,7 +68,14 @@ LAYOUTS = {
     "CP2 ZeRO 3": f"{GPT} --bf16 {CP} --zero-stage 3",
 }
 MINUTES = 1.5
-MARKS = "gloo on", "nccl on", "optimizer state", "differs", "error", "hangs"  # of the lines that tell most
+MARKS = (
+    "gloo on",
+    "nccl on",
+    "optimizer state",
+    "differs",
+    "error",
+    "hangs",
+)  # of the lines that tell most
 
 
 def verify(folder: Path, device: str | None, name: str) -> tuple[int, float, str]:
