@@ -267,7 +267,9 @@ def test_what_is_no_loss_is_refused(example, loss, message):
 
 
 def test_samples_of_another_length_are_refused(example):
-    with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64"):
+    with pytest.raises(
+        UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64, seq_length \+ 1$"
+    ):
         train_as(
             example.settings(None, 2),
             Caller(datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)}),

@@ -242,11 +242,14 @@ def list_steps(root: str | Path) -> list[int]:
 
 
 def no_such_step(root: Path, step: int, present: list[int]) -> UserError:
-    """Return the error of a step that a folder lacks; `present` are those it has, newest first."""
-    few = f"{len(present)}, from {present[-1]} to {present[0]}"
+    """Return the error of a step that a folder lacks; `present` are those that it has."""
+    oldest_first = sorted(present)
     if len(present) < 10:
-        few = ", ".join(map(str, reversed(present)))
-    return bad_data(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}")
+        steps = ", ".join(map(str, oldest_first))
+    else:
+        steps = f"{len(present)}, from {oldest_first[0]} to {oldest_first[-1]}"
+    verb = "is" if len(present) == 1 else "are"
+    return bad_data(f"no step {step} in {root}; there {verb} {steps}")
 
 
 def our_numbers(root: Path, pattern: str, names: list[str]) -> list[int]:

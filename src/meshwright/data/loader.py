@@ -30,7 +30,7 @@ from torch import Tensor
 
 from meshwright.base import device as devices
 from meshwright.base.console import say
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.config.problem import SettingsError
 from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
@@ -426,13 +426,12 @@ class Loader:
 
     def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
         wanted = (
-            f"{self.spec.length} int64, one more than the sequence length"
+            f"{self.spec.length} int64, {{seq_length}} + 1"
             if self.spec.length
             else "one row of int64"
         )
-        return bad_data(
-            f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}"
-        )
+        found = f"{ids.dtype} of shape {ids.shape}"
+        return SettingsError(f"sample {k} of the data set has {found}; give {wanted}", BAD_DATA)
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         is_wrong = (text < 0) | (text >= self.spec.vocab_size)
