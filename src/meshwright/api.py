@@ -136,13 +136,15 @@ def _words(given: Sequence[str] | str) -> list[str]:
 def _require_own_parts(model: object, loss: object, datasets: object) -> None:
     """Refuse a model, a loss or data sets of a kind that no run can use."""
     see = "docs/extending.md describes it"
+    # A network can be called too, but it is not what builds one.
     is_network = hasattr(model, "named_parameters") and not isinstance(model, type)
-    if is_network or not (model is None or callable(model)):
+    if model is not None and (is_network or not callable(model)):
         kind = type(model).__name__
         raise UserError(f"model is a {kind}; give the function or class that builds one: {see}")
-    if not (loss is None or callable(loss)):
-        raise UserError(f"loss is a {type(loss).__name__}; give a function: {see}")
-    if not (datasets is None or isinstance(datasets, Mapping)):
+    if loss is not None and not callable(loss):
+        kind = type(loss).__name__
+        raise UserError(f"loss is a {kind}; give a function: {see}")
+    if datasets is not None and not isinstance(datasets, Mapping):
         kind = type(datasets).__name__
         raise UserError(f"datasets is a {kind}; give a mapping such as {{'train': ...}}: {see}")
 

@@ -74,9 +74,12 @@ def without_effect(config: Any, words: Wording = FLAGS) -> list[str]:
 
     def name(of: str) -> str:
         """Return how a setting was given, which may be by another program's switch."""
-        switches = (switch for switch, (target, _) in old_switches().items() if target == of)
-        given = [of, *switches]
-        return words.name(next((one for one in given if one in words.given), of))
+        names = [of]
+        for switch, (setting, _) in old_switches().items():
+            if setting == of:
+                names.append(switch)
+        given = [one for one in names if one in words.given]
+        return words.name(given[0] if given else of)
 
     unread = unread_files(getattr(config, "tokenizer", None), name)
     if not isinstance(config, TrainConfig):

@@ -440,7 +440,7 @@ def explained(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
-    """Return a column's finite values over iterations or over tokens."""
+    """Return a column's finite values over iterations or over tokens; each step has a value."""
     x, y = columns(r.history.steps, column)
     if by_amount:
         x = r.amounts

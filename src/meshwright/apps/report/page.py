@@ -495,9 +495,14 @@ def draw_column(
 
 def columns(steps: Sequence[LoggedStep], column: str, scale: float = 1.0) -> tuple[Any, Any]:
     """Return the iterations at which a column is known, and its values there, as arrays."""
-    pairs = [(s.iteration, v * scale) for s in steps if (v := getattr(s, column)) is not None]
-    x, y = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-    return x, y
+    x = []
+    y = []
+    for step in steps:
+        value = getattr(step, column)
+        if value is not None:
+            x.append(step.iteration)
+            y.append(value * scale)
+    return np.array(x, dtype=np.float64), np.array(y, dtype=np.float64)
 
 
 def use_log_scale_if_spiky(axes: Axes, steps: Sequence[LoggedStep]) -> None:

@@ -85,13 +85,14 @@ def parse_steps(rows: list[dict[str, Any]]) -> list[Parsed]:
     """Return the numbers of steps; row by row if one of them lacks some."""
     if not rows:
         return []
-    stated = {"length" in row for row in rows}
-    if len(stated) == 1:  # all rows, or none, as a run writes them
-        names = COLUMNS if stated == {True} else COLUMNS[:-1]
+    # A run writes the last column, "length", in all of its rows or in none.
+    with_length = sum("length" in row for row in rows)
+    if with_length in (0, len(rows)):
+        names = COLUMNS if with_length else COLUMNS[:-1]
         with contextlib.suppress(*DAMAGED):
-            numbers = np.array(list(map(operator.itemgetter(*names), rows)), dtype=np.float64)
-            missing = len(COLUMNS) - len(names)
-            return [np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)]
+            numbers = np.full((len(rows), len(COLUMNS)), np.nan)
+            numbers[:, : len(names)] = list(map(operator.itemgetter(*names), rows))
+            return [numbers]
     return [part for row in rows for part in parse_line(orjson.dumps(row))]
 
 

@@ -133,12 +133,15 @@ def lacking_parts(prefixes: list[str]) -> list[str]:
     out = []
     for (stem, key, count), numbers in found.items():
         missing = [f"{n}/{count}" for n in range(1, count + 1) if n not in numbers]
-        if missing:
-            named = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
-            out.append(
-                f"warning: {len(missing):,} of the {count:,} parts of {stem}{key} are not merged (--shard {named}); "
-                "merge again with them, unless they have no text"
-            )
+        if not missing:
+            continue
+        named = ", ".join(missing[:MOST_NAMED])
+        if len(missing) > MOST_NAMED:
+            named += ", ..."
+        parts = f"{len(missing):,} of the {count:,} parts of {stem}{key}"
+        out.append(
+            f"warning: {parts} are not merged (--shard {named}); merge again with them, unless they have no text"
+        )
     return out
 
 
