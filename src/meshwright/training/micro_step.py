@@ -192,7 +192,6 @@ def make_loss(
     combine = combine_over(layout.group("tp"))
 
     def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        require_logits(logits, batch, vocab if layout.tp == 1 else 1)
         if custom is not None:
             return {"loss": custom_losses(custom, vocab, logits, batch)}
         # A tensor rank has the logits of its own range of ids; `combine` reduces over the ranks.
@@ -200,6 +199,16 @@ def make_loss(
         return token_terms(logits, batch.labels, vocab, z_loss_coef, first_id, combine)
 
     return compute_losses, ("loss", "z_loss") if z_loss_coef else ("loss",)
+
+
+def checking_logits(compute: Losses, ids: int) -> Losses:
+    """Return the same losses for an own model, which may return anything in place of logits."""
+
+    def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        require_logits(logits, batch, ids)
+        return compute(logits, batch)
+
+    return compute_losses
 
 
 def require_logits(logits: object, batch: Batch, ids: int) -> None:

@@ -30,7 +30,7 @@ from meshwright.parallel.tensor import SampleColumns, shard_layers
 from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
-from meshwright.training.micro_step import Loss, Network, make_loss
+from meshwright.training.micro_step import Loss, Network, checking_logits, make_loss
 from meshwright.training.sharded_graphs import ShardedGraphs
 from meshwright.training.stage_graphs import StageGraphs
 
@@ -132,6 +132,8 @@ def build_network(
 
     # Make the loss, and the graphs that will record steps with it.
     loss, terms = make_loss(spec.vocab, layout, spec.loss, config.training.z_loss_coef)
+    if spec.model is not None:
+        loss = checking_logits(loss, spec.vocab)
     graphs = None
     if without is None:
         needs_room = config.training.cuda_graphs == "auto"
