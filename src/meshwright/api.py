@@ -248,7 +248,10 @@ def _loaded(model: LanguageModel | str | os.PathLike[str]) -> LanguageModel:
     """Return a model that is loaded or named by its folder."""
     if isinstance(model, str | os.PathLike):
         return load(model)
-    if not hasattr(model, "generate"):
+    from meshwright.generation.language_model import LanguageModel
+
+    # Models of other libraries have a generate() too.
+    if not isinstance(model, LanguageModel):
         kind = type(model).__name__
         raise UserError(f"the model is a {kind}; give what load() returned, or a folder")
     return model
