@@ -440,3 +440,11 @@ def test_training_in_a_thread(tmp_path):
 
 def test_no_environment_is_left_behind(run):
     assert not any(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def test_a_model_of_another_library_is_refused():
+    """It may have a generate() too, and nothing else that is needed."""
+    other = type("GPT2LMHeadModel", (), {"generate": print})()
+    for use in (meshwright.generate, meshwright.evaluate):
+        with pytest.raises(meshwright.UserError, match="the model is a GPT2LMHeadModel; give what"):
+            use(other, ["a text"])
