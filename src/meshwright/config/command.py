@@ -37,10 +37,10 @@ def settings(
     return parsed
 
 
-def flags_of_train(words: list[str]) -> TrainConfig:
-    """Return the settings of train that a command takes after --, not checked yet."""
+def flags_of_train(words: list[str]) -> flags.Parsed[TrainConfig]:
+    """Return the flags of train that a command takes after --, not checked yet."""
     try:
-        return flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
+        return flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
     except UserError as error:
         raise UserError(f"after --: {error}", error.status) from None
 

@@ -72,6 +72,20 @@ def test_the_command_prints_a_table_draws_and_has_a_status(
     assert [len(width["changes"]["qkv"]), len(width["initial"]["qkv"])] == [1, 2]
 
 
+def test_flags_that_the_check_does_not_use_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check = ["coordinates", "--widths", "32", "64", "--dry-run", "--", *RUN]
+    assert main([*check, "--save=run", "--seq-length-schedule=0:4,5:8"]) == DONE
+    note = capsys.readouterr().err
+    assert note == "note: the check does not use --train-iters, --seq-length-schedule, --save\n"
+    # What a preset sets is not a flag that was typed.
+    typed = [word for word in check if not word.startswith("--train-iters")]
+    assert main([*typed, "--recipe=modern"]) == DONE
+    assert "does not use" not in capsys.readouterr().err
+
+
 def test_slopes_and_faults() -> None:
     assert coordinates.slope([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
     assert math.isnan(coordinates.slope([1, 2], [0, 1])) and coordinates.slope([1, 2], [0, 0]) == 0

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from meshwright.base.errors import DONE, UNEQUAL
 from meshwright.base.records import json_ready
-from meshwright.config import checks, command, data_paths
-from meshwright.config.fields import flag, group, with_settings
+from meshwright.config import checks, command, data_paths, flags
+from meshwright.config.fields import flag, group, spelling, with_settings
 from meshwright.config.problem import Problem, require, stated
 from meshwright.config.schema import TrainConfig
 
@@ -69,8 +69,15 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     c = parsed.config.coordinates
-    config = complete(command.flags_of_train(argv[at + 1 :]), c)
-    return compare(c, config, parsed.dry_run)
+    of_train = command.flags_of_train(argv[at + 1 :])
+    from meshwright.apps.tune import coordinates  # reads torch, which --help does not need
+
+    config = complete(of_train.config, c)
+    small = coordinates.make_small(config)
+    typed = [name for name, source in of_train.sources.items() if source == "command line"]
+    if unused := changed_settings(config, small, typed):
+        print(f"note: the check does not use {', '.join(map(spelling, unused))}", file=sys.stderr)
+    return compare(c, small, parsed.dry_run)
 
 
 def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
@@ -105,11 +112,16 @@ def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
     return with_settings(config, **values)
 
 
-def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
+def changed_settings(config: TrainConfig, small: TrainConfig, names: list[str]) -> list[str]:
+    """Return those of the settings that have another value in the runs that are measured."""
+    given, used = flags.to_dict(config), flags.to_dict(small)
+    return [name for name in names if given[name] != used[name]]
+
+
+def compare(c: CoordinateFlags, small: TrainConfig, dry_run: bool) -> int:
     from meshwright.apps.tune import coordinates
     from meshwright.base import device as devices
 
-    small = coordinates.make_small(config)
     axes: list[tuple[coordinates.Axis, list[int]]] = [
         ("width", sorted({*c.widths})),
         ("depth", sorted({*c.depths})),

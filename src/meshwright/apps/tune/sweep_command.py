@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
 
 def require_repeatable(folder: Path, extra: list[str]) -> None:
     """Refuse recorded flags for one start, such as --trust-pickle: who typed them is not known."""
-    settings = flags.to_dict(command.flags_of_train(extra))
+    settings = flags.to_dict(command.flags_of_train(extra).config)
     for name, (_, f, _) in config_fields(TrainConfig).items():
         if f.metadata["once"] and settings[name] != default_of(f):
             why = "a flag for one start is taken from the command line alone"
@@ -188,7 +188,7 @@ def settings_of_all(extra: list[str]) -> TrainConfig:
         # Flags in either spelling, with or without a value.
         if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
             raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
-    common = command.flags_of_train(extra)
+    common = command.flags_of_train(extra).config
     for name in FOLDERS:
         if folder := flags.to_dict(common)[name]:
             raise UserError(
