@@ -68,16 +68,10 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(CoordinatesConfig, argv[:at], "coordinates", ABOUT)
     if parsed is None:
         return DONE
-    c = parsed.config.coordinates
     of_train = command.flags_of_train(argv[at + 1 :])
-    from meshwright.apps.tune import coordinates  # reads torch, which --help does not need
-
-    config = complete(of_train.config, c)
-    small = coordinates.make_small(config)
     typed = [name for name, source in of_train.sources.items() if source == "command line"]
-    if unused := changed_settings(config, small, typed):
-        print(f"note: the check does not use {', '.join(map(spelling, unused))}", file=sys.stderr)
-    return compare(c, small, parsed.dry_run)
+    c = parsed.config.coordinates
+    return compare(c, complete(of_train.config, c), typed, parsed.dry_run)
 
 
 def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
@@ -118,10 +112,14 @@ def changed_settings(config: TrainConfig, small: TrainConfig, names: list[str]) 
     return [name for name in names if given[name] != used[name]]
 
 
-def compare(c: CoordinateFlags, small: TrainConfig, dry_run: bool) -> int:
+def compare(c: CoordinateFlags, config: TrainConfig, typed: list[str], dry_run: bool) -> int:
+    """Measure and judge all sizes; `typed` are the settings that the command line has."""
     from meshwright.apps.tune import coordinates
     from meshwright.base import device as devices
 
+    small = coordinates.make_small(config)
+    if unused := changed_settings(config, small, typed):
+        print(f"note: the check does not use {', '.join(map(spelling, unused))}", file=sys.stderr)
     axes: list[tuple[coordinates.Axis, list[int]]] = [
         ("width", sorted({*c.widths})),
         ("depth", sorted({*c.depths})),
