@@ -80,6 +80,9 @@ def test_flags_that_the_check_does_not_use_are_named(
     assert main([*check, "--save=run", "--seq-length-schedule=0:4,5:8"]) == DONE
     note = capsys.readouterr().err
     assert note == "note: the check does not use --train-iters, --seq-length-schedule, --save\n"
+    # An older switch is named by the flag that it stands for.
+    assert main([*check, "--use-distributed-optimizer"]) == DONE
+    assert "--zero-stage" in capsys.readouterr().err
     # What a preset sets is not a flag that was typed.
     typed = [word for word in check if not word.startswith("--train-iters")]
     assert main([*typed, "--recipe=modern"]) == DONE

@@ -69,7 +69,9 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     of_train = command.flags_of_train(argv[at + 1 :])
-    typed = [name for name, source in of_train.sources.items() if source == "command line"]
+    # An older switch, such as --use-distributed-optimizer, is named behind "command line".
+    sources = of_train.sources
+    typed = [name for name in sources if sources[name].startswith("command line")]
     c = parsed.config.coordinates
     return compare(c, complete(of_train.config, c), typed, parsed.dry_run)
 
